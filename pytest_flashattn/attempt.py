@@ -1,0 +1,98 @@
+"""Call an implementation on inputs and collect what it returns: outputs, log-sum-exp, gradients.
+
+Before each call the memory that the outputs will probably get is filled with NaN, so what a kernel forgets to write
+does not happen to hold a right value from the call before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from .implementation import Implementation, ImplementationError, Unsupported
+from .inputs import Inputs
+
+Outputs = dict[str, Tensor]
+
+
+def forward(implementation: Implementation, inputs: Inputs, *, lse: bool = False, fill: float = math.nan) -> Outputs:
+    """One call without gradients: {"o": (B, Hq, Lq, Dv)} and, if asked for, {"lse": (B, Hq, Lq)}."""
+    _poison(inputs, fill, gradients=False)
+    with torch.no_grad():
+        o, log_sum = implementation.call(inputs.q, inputs.k, inputs.v, inputs.options(), return_lse=lse)
+    return _named(o, log_sum)
+
+
+def backward(
+    implementation: Implementation,
+    inputs: Inputs,
+    *,
+    wrt: Iterable[str] = ("q", "k", "v"),
+    lse: bool = False,
+    lse_gradient: bool = False,
+) -> Outputs:
+    """One call and its gradients: "o", "lse" if asked for, and "d" + name for each of `wrt` (q, k, v, bias, sinks).
+
+    lse_gradient: let `inputs.dlse` flow in through the log-sum-exp as well.
+    Raises Unsupported when the output carries no autograd graph, ImplementationError when a gradient is missing.
+    """
+    leaves = {name: getattr(inputs, name).detach().requires_grad_() for name in wrt}
+    _poison(inputs, math.nan, gradients=True)
+    graph = inputs.with_(**leaves)
+    o, log_sum = implementation.call(graph.q, graph.k, graph.v, graph.options(), return_lse=lse or lse_gradient)
+    if not o.requires_grad:
+        raise Unsupported("the output carries no autograd graph: forward only")
+    roots, upstream = [o], [inputs.dout]
+    if lse_gradient:
+        assert log_sum is not None
+        if not log_sum.requires_grad:
+            raise ImplementationError(
+                "the returned log-sum-exp carries no autograd graph, though lse_grad is declared; "
+                "make it differentiable or declare Support without 'lse_grad'"
+            )
+        roots.append(log_sum)
+        upstream.append(inputs.dlse)
+    try:
+        gradients = torch.autograd.grad(roots, list(leaves.values()), upstream, allow_unused=True)
+    except NotImplementedError as error:
+        raise Unsupported(f"in backward: {implementation.raised(error)}") from error
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:
+        raise ImplementationError(f"in backward: {implementation.raised(error)}") from error
+    outputs = _named(o.detach(), None if log_sum is None else log_sum.detach())
+    for name, gradient in zip(leaves, gradients, strict=True):
+        if gradient is None:
+            raise ImplementationError(f"the gradient of {name} is None: {name} is not connected to the output")
+        outputs[f"d{name}"] = gradient
+    return outputs
+
+
+def differentiable(implementation: Implementation, inputs: Inputs) -> tuple[str, ...]:
+    """Which inputs of this case have a gradient that the implementation declares."""
+    features = implementation.support.features
+    names = ["q", "k", "v"]
+    if inputs.bias is not None and "bias_grad" in features:
+        names.append("bias")
+    if inputs.sinks is not None and "sinks_grad" in features:
+        names.append("sinks")
+    return tuple(names)
+
+
+def _named(o: Tensor, lse: Tensor | None) -> Outputs:
+    return {"o": o} if lse is None else {"o": o, "lse": lse}
+
+
+def _poison(inputs: Inputs, fill: float, *, gradients: bool) -> None:
+    # Allocators hand freed blocks of the same size out again: these are the sizes of o, lse, dq, dk and dv.
+    case, q = inputs.case, inputs.q
+    sizes = [case.batch * case.heads * case.q * case.dv]
+    if gradients:
+        kv = case.batch * case.kv_heads * case.k
+        sizes += [case.batch * case.heads * case.q * case.d, kv * case.d, kv * case.dv]
+    blocks = [torch.full((size,), fill, dtype=q.dtype, device=q.device) for size in sizes]
+    blocks.append(torch.full((case.batch * case.heads * case.q,), fill, dtype=torch.float32, device=q.device))
+    del blocks

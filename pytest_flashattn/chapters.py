@@ -1,0 +1,17 @@
+"""The chapters of the bundled suite, in the order they run: from the plain to the particular."""
+
+from __future__ import annotations
+
+CHAPTERS: dict[str, str] = {
+    "forward": "the output, against the float64 oracle",
+    "causal": "the diagonal, and nothing beyond it",
+    "lse": "the log-sum-exp and the gradient through it",
+    "backward": "dq, dk and dv, as strictly as the output",
+    "gqa": "grouped heads",
+    "features": "window, softcap, ALiBi, bias, mask, sinks, Dv != D",
+    "layout": "strides, offsets, expanded and fused memory",
+    "numerics": "closed forms and inputs that are not Gaussian",
+    "shapes": "lengths around tile edges, primes, 1, empty",
+    "metamorphic": "relations that hold without a reference",
+    "contract": "dtype, aliasing, repetition, refusals",
+}

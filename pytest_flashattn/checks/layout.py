@@ -1,0 +1,15 @@
+"""The same numbers in other memory: views, gaps, offsets, stride 0."""
+
+from __future__ import annotations
+
+from ..cases import Case
+from ..examination import examine, inputs_for
+from ..implementation import Implementation
+from ..verdict import Verdict
+from .registry import check
+
+
+@check()
+def matches_oracle(implementation: Implementation, case: Case) -> Verdict:
+    """Output, log-sum-exp and gradients within their bounds."""
+    return examine(implementation, inputs_for(implementation, case))

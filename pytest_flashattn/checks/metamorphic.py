@@ -1,0 +1,103 @@
+"""Relations that hold for every attention function, whatever the oracle says."""
+
+from __future__ import annotations
+
+import torch
+
+import oracles
+
+from .. import attempt
+from ..cases import Case
+from ..examination import inputs_for, judge, truth
+from ..implementation import Implementation
+from ..judge import against_bound, against_value, ulp
+from ..tolerances import limits
+from ..verdict import Verdict
+from .registry import check
+
+
+@check()
+def key_permutation(implementation: Implementation, case: Case) -> Verdict:
+    """Keys and values permuted alike give the same output: every key is visited, none twice."""
+    inputs = inputs_for(implementation, case)
+    order = torch.randperm(case.k, generator=torch.Generator().manual_seed(case.rng_seed)).to(inputs.k.device)
+    moved = inputs.with_(k=inputs.k[:, :, order], v=inputs.v[:, :, order])
+    o = attempt.forward(implementation, moved)["o"]
+    # The truth of the unpermuted problem is the truth of this one.
+    return Verdict.of(judge(implementation, inputs, {"o": o}), reason="keys and values were permuted alike")
+
+
+@check()
+def batch_slice(implementation: Implementation, case: Case) -> Verdict:
+    """The last batch element alone gives what it gives among others."""
+    inputs = inputs_for(implementation, case)
+    part = inputs.with_(q=inputs.q[-1:], k=inputs.k[-1:], v=inputs.v[-1:], dout=inputs.dout[-1:])
+    o = attempt.forward(implementation, part)["o"]
+    return Verdict.of(judge(implementation, part, {"o": o}), reason=f"batch element {case.batch - 1} alone")
+
+
+@check()
+def head_slice(implementation: Implementation, case: Case) -> Verdict:
+    """The last kv head with its query heads alone gives what it gives among others."""
+    inputs = inputs_for(implementation, case)
+    group = case.heads // case.kv_heads
+    part = inputs.with_(q=inputs.q[:, -group:], k=inputs.k[:, -1:], v=inputs.v[:, -1:], dout=inputs.dout[:, -group:])
+    o = attempt.forward(implementation, part)["o"]
+    return Verdict.of(
+        judge(implementation, part, {"o": o}), reason=f"query heads {case.heads - group}-{case.heads - 1} alone"
+    )
+
+
+@check()
+def ones_value(implementation: Implementation, case: Case) -> Verdict:
+    """V = 1: the output is 1 within an ulp (fp32: within the noise of its own sums), 0 on rows without keys."""
+    inputs = inputs_for(implementation, case)
+    inputs = inputs.with_(v=torch.ones_like(inputs.v))
+    o = attempt.forward(implementation, inputs)["o"]
+    expected = truth(implementation, inputs)["o"]
+    if case.dtype == "fp32":
+        measure = against_bound("o", o, expected, limits("o", case.dtype, case.kv_heads != case.heads, case.family).lam)
+    else:
+        measure = against_value("o", o, expected.value, torch.full_like(expected.value, ulp(1.0, o.dtype)))
+    return Verdict.of([measure], reason="with V = 1 every output is the sum of a softmax")
+
+
+@check()
+def onehot_value(implementation: Implementation, case: Case) -> Verdict:
+    """Column d of V is 1 at one key only: the output holds that key's probability, exactly 0 where it is masked."""
+    inputs = inputs_for(implementation, case)
+    v = torch.zeros_like(inputs.v)
+    # The first and last keys and the tile edges come first: they are the ones that masks and tails get wrong.
+    edges = [0, case.k - 1, case.k // 2, *(e + s for e in (16, 32, 64, 128) for s in (-1, 0))]
+    keys = list(dict.fromkeys(j for j in [*edges, *range(case.k)] if 0 <= j < case.k))[: case.dv]
+    for column, key in enumerate(keys):
+        v[:, :, key, column] = 1
+    inputs = inputs.with_(v=v)
+    o = attempt.forward(implementation, inputs)["o"]
+    return Verdict.of(
+        judge(implementation, inputs, {"o": o}, noise=False),
+        reason=f"column d of the output is the probability of key {keys[:6]}…",
+    )
+
+
+@check(needs=("lse",))
+def split_and_merge(implementation: Implementation, case: Case) -> Verdict:
+    """Two parts of the keys, merged by their log-sum-exp, are the whole: output and log-sum-exp belong together."""
+    inputs = inputs_for(implementation, case)
+    cut = case.k // 3
+    parts = [
+        attempt.forward(implementation, inputs.with_(k=inputs.k[:, :, part], v=inputs.v[:, :, part]), lse=True)
+        for part in (slice(0, cut), slice(cut, case.k))
+    ]
+    o, lse = oracles.merge(
+        parts[0]["o"].double(), parts[0]["lse"].double(), parts[1]["o"].double(), parts[1]["lse"].double()
+    )
+    expected = truth(implementation, inputs)
+    grouped = case.kv_heads != case.heads
+    measures = []
+    for name, got in (("o", o), ("lse", lse)):
+        # Each part carries its own errors: twice the bound of the whole covers both.
+        lam = 2 * limits(name, case.dtype, grouped, case.family).lam
+        doubled = oracles.Truth(expected[name].value, expected[name].random, 2 * expected[name].fixed)
+        measures.append(against_bound(name, got.float() if name == "lse" else got.to(inputs.q.dtype), doubled, lam))
+    return Verdict.of(measures, reason=f"keys 0-{cut - 1} and {cut}-{case.k - 1} were merged by their log-sum-exp")

@@ -1,0 +1,100 @@
+"""Compare what an implementation returned with the truth: every declared quantity, bound first, noise floor second."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+import oracles
+
+from . import attempt
+from .cases import Case
+from .implementation import Implementation, Unsupported
+from .inputs import TORCH_DTYPES, Inputs, make_inputs
+from .judge import against_bound, against_noise
+from .tolerances import limits
+from .verdict import Measure, Verdict
+
+NOISE_QUANTITIES = frozenset({"o", "dq", "dk", "dv"})
+"""Quantities in the input dtype over all rows: what the emulator's RMS error is a floor for."""
+
+
+def inputs_for(implementation: Implementation, case: Case) -> Inputs:
+    """The tensors of `case` on the implementation's device, in its order of axes."""
+    return make_inputs(case, implementation.device, implementation.convention.layout)
+
+
+def truth(
+    implementation: Implementation, inputs: Inputs, *, backward: bool = False, lse_gradient: bool = False
+) -> dict[str, oracles.Truth]:
+    """The float64 values and the sizes of a correct kernel's errors, for this implementation's arithmetic."""
+    support, case = implementation.support, inputs.case
+    arithmetic = oracles.Arithmetic.of(
+        TORCH_DTYPES[case.dtype],
+        p_dtype=TORCH_DTYPES[support.p_dtype] if support.p_dtype else None,
+        tf32=support.tf32 and case.dtype == "fp32",
+    )
+    return oracles.evaluate(
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        inputs.spec(support.alignment),
+        do=inputs.dout if backward else None,
+        dlse=inputs.dlse if lse_gradient else None,
+        arithmetic=arithmetic,
+    )
+
+
+def judge(
+    implementation: Implementation,
+    inputs: Inputs,
+    outputs: dict[str, Tensor],
+    *,
+    lse_gradient: bool = False,
+    noise: bool = True,
+    rows: slice = slice(None),
+) -> list[Measure]:
+    """Every output against its truth: the element bound, then the noise floor. Gradients exactly like outputs.
+
+    rows: judge the output (and nothing else) on these query rows only, by the bound alone.
+    """
+    support, case = implementation.support, inputs.case
+    backward = any(name.startswith("d") for name in outputs)
+    expected = truth(implementation, inputs, backward=backward, lse_gradient=lse_gradient)
+    emulated: dict[str, Tensor] = {}
+    # A p_dtype of its own or tf32 operands have another floor than the emulator's; they keep the bound alone.
+    if noise and rows == slice(None) and support.p_dtype is None and not support.tf32:
+        emulated = oracles.emulate(
+            inputs.q,
+            inputs.k,
+            inputs.v,
+            inputs.spec(support.alignment),
+            do=inputs.dout if backward else None,
+            dlse=inputs.dlse if lse_gradient else None,
+        )
+    measures = []
+    for name, got in outputs.items():
+        allowed = limits(name, case.dtype, case.kv_heads != case.heads, case.family)
+        believed = expected[name]
+        if rows != slice(None):
+            got = got[:, :, rows]
+            believed = oracles.Truth(*(x[:, :, rows] for x in (believed.value, believed.random, believed.fixed)))
+        measures.append(against_bound(name, got, believed, allowed.lam))
+        if name in emulated and name in NOISE_QUANTITIES:
+            measures += against_noise(name, got, believed, emulated[name], tensor=allowed.tensor, block=allowed.block)
+    return measures
+
+
+def examine(implementation: Implementation, inputs: Inputs, *, backward: bool = True, lse: bool = True) -> Verdict:
+    """The verdict on everything the implementation declares for this case: output, log-sum-exp, gradients."""
+    features = implementation.support.features
+    lse = lse and "lse" in features
+    outputs: dict[str, Tensor] | None = None
+    if backward and implementation.support.gap(inputs.case, ("backward",)) is None:
+        try:
+            wrt = attempt.differentiable(implementation, inputs)
+            outputs = attempt.backward(implementation, inputs, wrt=wrt, lse=lse)
+        except Unsupported:
+            outputs = None  # forward only: judge what there is
+    if outputs is None:
+        outputs = attempt.forward(implementation, inputs, lse=lse)
+    return Verdict.of(judge(implementation, inputs, outputs))

@@ -1,0 +1,80 @@
+"""Public attention functions as implementations: PyTorch's SDPA forced to one backend, and compiled flex_attention.
+
+Each is a function of the contract with its support declared, so that
+`pytest --flashattn-impl=pytest_flashattn.peers:sdpa_flash` puts FlashAttention-2 as PyTorch ships it on trial.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.flex_attention import flex_attention
+
+from .support import Support
+
+_COMMON = {"causal", "cross", "scale", "lse", "backward"}
+
+
+def sdpa_flash(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None, return_lse: bool = False
+) -> Any:
+    """FlashAttention-2 through PyTorch. q (B, Hq, Lq, D), k and v (B, Hkv, Lk, D); out, or (out, lse (B, Hq, Lq))."""
+    if return_lse:
+        group = q.shape[1] // k.shape[1]
+        if group > 1:
+            k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        o, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+        return o, lse[..., : q.shape[2]]
+    return _sdpa(SDPBackend.FLASH_ATTENTION, q, k, v, causal, scale)
+
+
+def sdpa_efficient(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None, bias: Tensor | None = None
+) -> Tensor:
+    """The memory-efficient kernel (xFormers' CUTLASS) through PyTorch; bias additive or boolean, True = visible."""
+    if bias is not None:
+        bias = bias.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    return _sdpa(SDPBackend.EFFICIENT_ATTENTION, q, k, v, causal, scale, bias)
+
+
+def sdpa_cudnn(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
+    """cuDNN's fused attention through PyTorch. Its causal diagonal is PyTorch's: top-left."""
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+
+
+def _sdpa(
+    backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, bias: Tensor | None = None
+) -> Tensor:
+    mask: Any = bias
+    if causal and bias is not None:
+        raise NotImplementedError("causal together with a bias")
+    if causal and q.shape[2] != k.shape[2]:
+        mask, causal = causal_lower_right(q.shape[2], k.shape[2]), False
+    with sdpa_kernel(backend):
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+
+
+_CUDA = {"devices": {"cuda"}, "dtypes": {"fp16", "bf16"}}
+sdpa_flash.__flashattn__ = Support(features=_COMMON | {"gqa"}, max_head_dim=256, **_CUDA)  # type: ignore[attr-defined, arg-type]
+sdpa_efficient.__flashattn__ = Support(  # type: ignore[attr-defined]
+    features=frozenset((_COMMON - {"lse"}) | {"dv", "bias", "mask", "bias_grad"}),
+    devices=frozenset({"cuda"}),
+)
+sdpa_cudnn.__flashattn__ = Support(  # type: ignore[attr-defined]
+    features=(_COMMON - {"lse"}) | {"gqa", "dv"},
+    max_head_dim=256,
+    alignment="top-left",
+    **_CUDA,  # type: ignore[arg-type]
+)
+
+flex_compiled = torch.compile(flex_attention, dynamic=False)
+"""flex_attention as its documentation says to use it; every new shape compiles (seconds each on a GPU)."""

@@ -1,0 +1,117 @@
+"""What one run holds: settings, selection, expectations, loaded implementations. One object on the config's stash.
+
+Nothing here is global: `pytester` runs several sessions in one process.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from . import capability, expectations, options
+from .collection import Selection
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from .implementation import Implementation
+    from .ledger import Ledger
+    from .report.json_report import Journal
+
+NAME_ONE = "no implementation is named: give --flashattn-impl=module:attribute, or flashattn_impl in the ini file"
+
+
+@dataclass
+class State:
+    """One run.
+
+    notes: a folder in which dying xdist workers leave their last words for the controller. poisoned: why the CUDA
+    context is broken. finished: false when the run was cut short.
+    """
+
+    config: pytest.Config
+    settings: options.Settings
+    selection: Selection
+    expectations: tuple[expectations.Expectation, ...]
+    ledger: Ledger | None = None  # None in an xdist worker: the controller keeps it
+    notes: Path | None = None
+    poisoned: str | None = None
+    journal: Journal | None = None
+    finished: bool = True
+    _loaded: dict[str, Implementation] = field(default_factory=dict)
+
+    @property
+    def is_worker(self) -> bool:
+        return hasattr(self.config, "workerinput")
+
+    @property
+    def is_controller(self) -> bool:
+        """Whether this process only distributes tests to xdist workers, and so must leave the GPU alone."""
+        return self.config.pluginmanager.hasplugin("dsession")
+
+    @property
+    def collect_only(self) -> bool:
+        return bool(self.config.getoption("collectonly"))
+
+    @property
+    def has_loaded(self) -> bool:
+        """Whether an implementation has been imported, and torch with it."""
+        return bool(self._loaded)
+
+    def implementation(self, name: str) -> Implementation:
+        """The implementation of this short name, loaded once. Raises ValueError with one sentence if it cannot be."""
+        if name not in self._loaded:
+            _make_importable(self.config)
+            from . import implementation
+
+            s = self.settings
+            spec = s.names()[name]
+            self._loaded[name] = implementation.load(spec, convention=s.convention, support=s.support, device=s.device)
+        return self._loaded[name]
+
+    def load_all(self) -> None:
+        """Load every implementation. Raises UsageError, one sentence, for the first that cannot be."""
+        try:
+            capability.check_device(self.settings.device)
+            for name in self.settings.names():
+                self.implementation(name)
+        except ValueError as error:  # UnknownImplementation is one
+            raise pytest.UsageError(" ".join(str(error).split())) from None
+
+    def device(self) -> capability.Device | None:
+        """The device under the tests, or None as long as nothing has needed torch (or in an xdist controller)."""
+        if self.is_controller or ("torch" not in sys.modules and not self._loaded):
+            return None
+        return capability.probe(self.settings.device)
+
+
+STATE = pytest.StashKey[State]()
+
+
+def of(config: pytest.Config) -> State:
+    return config.stash[STATE]
+
+
+def create(config: pytest.Config, selection: Selection, settings: options.Settings) -> State:
+    """The state of this run; reads the expectations file. Raises UsageError for a file that cannot be used."""
+    entries = expectations.load(expectations.find(settings.expect, config.rootpath))
+    state = State(config, settings, selection, entries)
+    worker: dict[str, Any] = getattr(config, "workerinput", {})
+    if "flashattn_notes" in worker:
+        from pathlib import Path
+
+        state.notes = Path(worker["flashattn_notes"])
+    config.stash[STATE] = state
+    return state
+
+
+def _make_importable(config: pytest.Config) -> None:
+    # `pytest` (unlike `python -m pytest`) does not put the current folder on the path, but a kernel usually lies there.
+    # Last, so that it shadows nothing.
+    here = os.fspath(config.invocation_params.dir)
+    if here not in sys.path and "" not in sys.path:
+        sys.path.append(here)

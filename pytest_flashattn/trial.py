@@ -1,0 +1,57 @@
+"""Put one implementation on trial on one case: gate, run a check, turn every fault into a verdict.
+
+Nothing that an implementation does wrong comes out of here as an exception of ours: it comes back as a Verdict whose
+reason is one sentence.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+import torch
+
+from .cases import Case
+from .checks.registry import Function, find
+from .implementation import Implementation, ImplementationError, Unsupported
+from .memory import shortage
+from .verdict import Verdict
+
+
+def run_check(name: str, implementation: Implementation, case: Case) -> Verdict:
+    """The verdict of check "chapter.name" on `case`. Raises KeyError for a check that does not exist."""
+    check = find(name)
+    started = time.perf_counter()
+    verdict = gate(implementation, case, check.needs) or _run(check.function, implementation, case)
+    return verdict.with_(seconds=round(time.perf_counter() - started, 4))
+
+
+def gate(implementation: Implementation, case: Case, needs: Iterable[str] = ()) -> Verdict | None:
+    """Why the case cannot be judged (declared or unmet), or None when it can."""
+    if gap := implementation.support.gap(case, needs):
+        return Verdict("declared", gap)
+    if lack := shortage(case, implementation.device):
+        return Verdict("unmet", lack)
+    return None
+
+
+def _run(function: Function, implementation: Implementation, case: Case) -> Verdict:
+    try:
+        return function(implementation, case)
+    except Unsupported as gap:
+        return Verdict("declared", str(gap))
+    except ImplementationError as fault:
+        return Verdict.failed(str(fault))
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        return Verdict("unmet", f"ran out of memory on {implementation.device}: {str(error).splitlines()[0]}")
+
+
+def poisoned() -> str | None:
+    """A sentence when the CUDA context no longer works (a sticky error of an earlier kernel), else None."""
+    if not torch.cuda.is_initialized():
+        return None
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        return f"the CUDA context is broken ({str(error).splitlines()[0]}): later results would say nothing"
+    return None

@@ -1,0 +1,1 @@
+"""Reference attention kernels (distribution: pytest-flashattn). None is bundled yet."""
