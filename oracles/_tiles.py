@@ -212,6 +212,7 @@ class Totals:
         self.dk, self.dv = zeros(b, hq, lk, d), zeros(b, hq, lk, dv)  # each query head's share
         self.dk_square, self.dv_square = zeros(b, hkv, lk, d), zeros(b, hkv, lk, dv)
         self.dk_shift = zeros(2, b, hkv, lk, d)
+        self.dk_sums, self.dv_sums, self.blocks = torch.zeros_like(self.dk), torch.zeros_like(self.dv), 0
         self.sinks, self.sinks_square, self.sinks_shift = zeros(hq), zeros(hq), zeros(2, hq)
         if spec.bias is not None:
             shape = as4d(spec.bias).shape
@@ -244,6 +245,12 @@ class Totals:
         for n, shift in enumerate(shifts):
             self.bias_shift[n][at4] += reduce_to(shared * shift, shape)
 
+    def add_sums(self, batch: slice, heads: slice, kv_heads: slice) -> None:
+        """The squares of each head's dk and dv so far: what memory of u_sum has rounded once more."""
+        self.dk_sums[batch, heads] += self.dk[batch, heads].square()
+        self.dv_sums[batch, heads] += self.dv[batch, heads].square()
+        self.blocks += not (batch.start or kv_heads.start)
+
     def results(self, a: Arithmetic) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
         """Value, random and fixed of every output."""
 
@@ -266,6 +273,10 @@ class Totals:
                 random += (a.u_out * shares.abs() + a.tiny_out).square().sum(2).sqrt()
             if name == "dk":
                 random += self.dk_shift.abs().sum(0)
+            if a.u_sum:
+                own = (self.dk_sums if name == "dk" else self.dv_sums).unflatten(1, (self.kv_heads, group))
+                before = (shares.cumsum(2) - shares).square() * self.blocks  # of the group's earlier heads
+                random += a.u_sum * (own + before).sum(2).sqrt() + a.tiny_out * math.sqrt(self.blocks * group)
             found[name] = value, random, rounded(value)
         if self.bias_shape is not None:
             random = self.bias_square.sqrt() + self.bias_shared.sqrt() + self.bias_shift.abs().sum(0)

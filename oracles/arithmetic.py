@@ -32,7 +32,8 @@ class Arithmetic:
 
     u_out, tiny_out: the outputs. u_p, tiny_p: P and dS, before the products that consume them. u_acc: scores,
     exponentials, sums and accumulators. u_operand: q, k, v and do where they are rounded once more before a product
-    (tf32), else 0.
+    (tf32), else 0. u_sum: of the memory in which dk and dv are added up, from one block of query rows to the next and over
+    the heads of a group; 0: an accumulator of u_acc, as in every kernel that keeps them on chip.
     """
 
     u_out: float
@@ -41,6 +42,7 @@ class Arithmetic:
     u_operand: float = 0.0
     tiny_out: float = 0.0
     tiny_p: float = 0.0
+    u_sum: float = 0.0
 
     @property
     def u_chop(self) -> float:
@@ -52,10 +54,13 @@ class Arithmetic:
         return self.u_acc / 16 if self.u_p > self.u_acc else 0.0
 
     @classmethod
-    def of(cls, dtype: torch.dtype, *, p_dtype: torch.dtype | None = None, tf32: bool = False) -> Arithmetic:
+    def of(
+        cls, dtype: torch.dtype, *, p_dtype: torch.dtype | None = None, tf32: bool = False, sums: bool = False
+    ) -> Arithmetic:
         """Inputs and outputs in dtype, P and dS in p_dtype (None: dtype), all else in float32 (float64 for float64).
 
         tf32: products of float32 run on tensor cores, which see 11 bits of either operand, P and dS included.
+        sums: dk and dv are added up in dtype, as PyTorch's CPU kernel does.
         Raises ValueError for a dtype that is not a float, and for tf32 where dtype is not float32.
         """
         p_dtype = p_dtype or dtype
@@ -71,4 +76,5 @@ class Arithmetic:
             u_operand=2.0**-11 if tf32 else 0.0,
             tiny_out=_UNDERFLOW[dtype],
             tiny_p=_UNDERFLOW[p_dtype],
+            u_sum=_ROUNDOFF[dtype] if sums else 0.0,
         )

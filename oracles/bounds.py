@@ -59,7 +59,9 @@ nearly the same, that of rounding o; over queries these are no random walk, but 
     dk:   random = |scale| (sqrt(sum_i (e_dX^2 + (p f e_Delta)^2) q^2) + |sum_i p f shift q|) + w |dk|
     each: w = u (sqrt(terms) + 4) + terms u_chop + u_op                    fixed = 1.05 u_out |.| + tiny_out
 With grouped heads dk and dv are sums over the G heads of a group, and a kernel may round each share to the input dtype
-first, as PyTorch does: sqrt(sum_h (u_out dk_h + tiny_out)^2) more.
+first, as PyTorch does: sqrt(sum_h (u_out dk_h + tiny_out)^2) more. Where they are added up in memory of u_sum, every
+block of query rows rounds the sum so far, A_hb after block b of head h, that of earlier heads included:
+    dk, dv: sqrt(sum_hb (u_sum A_hb + tiny_out)^2) more, with blocks of 32 rows (the smallest that PyTorch takes)
     dbias:  the errors of dS, reduced as dbias is: own errors and p e_Delta in squares, the latter first linearly over
             keys if the bias is broadcast along them; |sum p shift|; w |dbias|
     dsinks: sum of p_sink g: sqrt(sum (p_sink e_Delta)^2 + (p_sink g (eta + 4 u (1 + |sink|) + u sqrt(terms)))^2)
@@ -82,6 +84,9 @@ from .dense import check_upstream
 from .spec import AttentionSpec
 
 __all__ = ["Arithmetic", "Truth", "evaluate"]
+
+SUMMED_ROWS = 32
+"""Query rows between two roundings of a sum with u_sum: fewer rows than a kernel takes only widen the bound."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +130,8 @@ def evaluate(
     elif dlse is not None:
         raise ValueError("dlse without do: pass do too, zeros if o has no gradient")
     total = Totals(q, k, v, spec, backward=do is not None)
+    if do is not None and arithmetic.u_sum:
+        rows_per_block = SUMMED_ROWS
     for batch, kv_heads, rows in _blocks(q, k, rows_per_block):
         group = q.shape[1] // k.shape[1]
         heads = slice(kv_heads.start * group, kv_heads.stop * group)
@@ -137,6 +144,8 @@ def evaluate(
             dot = do[batch, heads, rows].double()
             dlt = None if dlse is None else dlse[batch, heads, rows].double()
             backward_tile(total, fw, qt, kt, vt, dot, dlt, part, arithmetic, (batch, heads, kv_heads, rows))
+            if arithmetic.u_sum:
+                total.add_sums(batch, heads, kv_heads)
     return {name: Truth(*parts) for name, parts in total.results(arithmetic).items()}
 
 

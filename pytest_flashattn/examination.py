@@ -32,6 +32,7 @@ def truth(
         TORCH_DTYPES[case.dtype],
         p_dtype=TORCH_DTYPES[support.p_dtype] if support.p_dtype else None,
         tf32=support.tf32 and case.dtype == "fp32",
+        sums=support.gradient_sums == "input" and case.dtype != "fp32",
     )
     return oracles.evaluate(
         inputs.q,
@@ -61,8 +62,9 @@ def judge(
     backward = any(name.startswith("d") for name in outputs)
     expected = truth(implementation, inputs, backward=backward, lse_gradient=lse_gradient)
     emulated: dict[str, Tensor] = {}
-    # A p_dtype of its own or tf32 operands have another floor than the emulator's; they keep the bound alone.
-    if noise and rows == slice(None) and support.p_dtype is None and not support.tf32:
+    floor = NOISE_QUANTITIES - ({"dk", "dv"} if support.gradient_sums == "input" else set())
+    # The emulator knows neither tf32 operands nor 16-bit sums: those keep the bound alone, derived for them.
+    if noise and rows == slice(None) and not support.tf32:
         emulated = oracles.emulate(
             inputs.q,
             inputs.k,
@@ -70,6 +72,7 @@ def judge(
             inputs.spec(support.alignment),
             do=inputs.dout if backward else None,
             dlse=inputs.dlse if lse_gradient else None,
+            p_dtype=TORCH_DTYPES[support.p_dtype] if support.p_dtype else None,
         )
     measures = []
     for name, got in outputs.items():
@@ -79,7 +82,7 @@ def judge(
             got = got[:, :, rows]
             believed = oracles.Truth(*(x[:, :, rows] for x in (believed.value, believed.random, believed.fixed)))
         measures.append(against_bound(name, got, believed, allowed.lam))
-        if name in emulated and name in NOISE_QUANTITIES:
+        if name in emulated and name in floor:
             measures += against_noise(name, got, believed, emulated[name], tensor=allowed.tensor, block=allowed.block)
     return measures
 

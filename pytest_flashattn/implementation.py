@@ -208,10 +208,11 @@ def _support(support: str | Support) -> Support:
 def _pick_device(wanted: Iterable[str]) -> str:
     # Without any of the wanted devices the first is named all the same: the capability check reports it as unmet.
     choices = sorted(wanted, key=lambda d: (d != "cuda", d)) or ["cuda", "cpu"]
-    return next((d for d in choices if _present(d)), choices[0])
+    return next((d for d in choices if present(d)), choices[0])
 
 
-def _present(device: str) -> bool:
+def present(device: str) -> bool:
+    """Whether this machine has a device of this type ("cpu", "cuda", …)."""
     if device == "cpu":
         return True
     backend = getattr(torch, device, None)

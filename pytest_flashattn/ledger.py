@@ -31,17 +31,13 @@ class Ledger:
 
     records: dict[str, Record] = field(default_factory=dict)
     own_passed: int = 0
-    others_passed: int = 0
     covered: set[str] = field(default_factory=set)
     device: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     def enter(self, report: pytest.TestReport) -> Record | None:
-        """Book a report; returns its record when there is one to keep."""
-        record: Record | None = getattr(report, "flashattn", None)
-        if record is None:
-            self.others_passed += report.when == "call" and report.passed
-            return None
+        """Book a report that carries a record; returns it when there is one to keep."""
+        record: Record = report.flashattn
         self.device = self.device or record["device"]
         if record["status"] in ("passed", "verified"):
             self.covered.update(record["covers"])
@@ -83,13 +79,13 @@ class Ledger:
         """The closing line, one an implementation."""
         specs = run.settings.impl
         if len(specs) < 2:
-            return [self._closing(None, bool(specs), finished)]
+            return [self._closing(None, bool(specs), finished, run.others_passed)]
         names = {spec: name for name, spec in run.settings.names().items()}
-        lines = [(names[spec], self._closing(spec, True, finished)) for spec in specs if self.of(spec)]
+        lines = [(names[spec], self._closing(spec, True, finished, 0)) for spec in specs if self.of(spec)]
         named = [Closing(f"{name}: {line.text}", line.ok) for name, line in lines]
-        return named or [self._closing(None, True, finished)]
+        return named or [self._closing(None, True, finished, 0)]
 
-    def _closing(self, spec: str | None, named: bool, finished: bool) -> Closing:
+    def _closing(self, spec: str | None, named: bool, finished: bool, others_passed: int) -> Closing:
         total = self.totals(spec)
         failed = total["failed"]
         counts = ", ".join(self._counts(spec, total, named))
@@ -105,7 +101,7 @@ class Ledger:
         if not self.records:
             return Closing("not judged: nothing was verified: no test ran", False)
         # A laptop that runs a whole repository has passed its other tests: only a run of nothing else is red.
-        return Closing(f"not judged: nothing was verified: {self._missing(spec)}", not named and self.others_passed > 0)
+        return Closing(f"not judged: nothing was verified: {self._missing(spec)}", not named and others_passed > 0)
 
     def _counts(self, spec: str | None, total: dict[str, int], named: bool) -> list[str]:
         parts = [f"{total['failed']} failed"] if total["failed"] else []

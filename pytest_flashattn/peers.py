@@ -6,6 +6,7 @@ Each is a function of the contract with its support declared, so that
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -15,8 +16,6 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import flex_attention
 
 from .support import Support
-
-_COMMON = {"causal", "cross", "scale", "lse", "backward"}
 
 
 def sdpa_flash(
@@ -63,18 +62,24 @@ def _sdpa(
         )
 
 
-_CUDA = {"devices": {"cuda"}, "dtypes": {"fp16", "bf16"}}
-sdpa_flash.__flashattn__ = Support(features=_COMMON | {"gqa"}, max_head_dim=256, **_CUDA)  # type: ignore[attr-defined, arg-type]
-sdpa_efficient.__flashattn__ = Support(  # type: ignore[attr-defined]
-    features=frozenset((_COMMON - {"lse"}) | {"dv", "bias", "mask", "bias_grad"}),
-    devices=frozenset({"cuda"}),
-)
-sdpa_cudnn.__flashattn__ = Support(  # type: ignore[attr-defined]
-    features=(_COMMON - {"lse"}) | {"gqa", "dv"},
-    max_head_dim=256,
-    alignment="top-left",
-    **_CUDA,  # type: ignore[arg-type]
+def _declared(extra: set[str], **rest: Any) -> Support:
+    features = frozenset({"causal", "cross", "scale", "backward"} | extra)
+    return Support(features=features, devices=frozenset({"cuda"}), **rest)
+
+
+_HALF = frozenset({"fp16", "bf16"})
+sdpa_flash.__flashattn__ = _declared({"gqa", "lse"}, dtypes=_HALF, max_head_dim=256)  # type: ignore[attr-defined]
+sdpa_efficient.__flashattn__ = _declared({"dv", "bias", "mask", "bias_grad"})  # type: ignore[attr-defined]
+sdpa_cudnn.__flashattn__ = _declared(  # type: ignore[attr-defined]
+    {"gqa", "dv"}, dtypes=_HALF, max_head_dim=256, alignment="top-left"
 )
 
-flex_compiled = torch.compile(flex_attention, dynamic=False)
-"""flex_attention as its documentation says to use it; every new shape compiles (seconds each on a GPU)."""
+_flex = torch.compile(flex_attention, dynamic=False)
+
+
+@functools.wraps(flex_attention)
+def flex_compiled(*args: Any, **keywords: Any) -> Any:
+    """flex_attention compiled, as its documentation says to use it: every new shape compiles, seconds each on a GPU."""
+    # A suite has more shapes than dynamo's limit, behind which it would silently fall back to the eager form.
+    with torch._dynamo.config.patch(recompile_limit=100_000, accumulated_recompile_limit=100_000):
+        return _flex(*args, **keywords)

@@ -30,19 +30,34 @@ class State:
     """One run.
 
     notes: a folder in which dying xdist workers leave their last words for the controller. poisoned: why the CUDA
-    context is broken. finished: false when the run was cut short.
+    context is broken. finished: false when the run was cut short. others_passed: tests that do not use us.
     """
 
     config: pytest.Config
     settings: options.Settings
     selection: Selection
     expectations: tuple[expectations.Expectation, ...]
-    ledger: Ledger | None = None  # None in an xdist worker: the controller keeps it
     notes: Path | None = None
     poisoned: str | None = None
     journal: Journal | None = None
     finished: bool = True
+    others_passed: int = 0
+    _ledger: Ledger | None = None
     _loaded: dict[str, Implementation] = field(default_factory=dict)
+
+    @property
+    def ledger(self) -> Ledger:
+        """The controller's book, opened when there is something to enter: other sessions do not pay for it."""
+        if self._ledger is None:
+            from .ledger import Ledger
+
+            self._ledger = Ledger()
+        return self._ledger
+
+    @property
+    def idle(self) -> bool:
+        """Whether this process has nothing to conclude: an xdist worker, or a session that is none of our business."""
+        return self.is_worker or (self._ledger is None and not self.settings.impl and not self.selection)
 
     @property
     def is_worker(self) -> bool:
@@ -67,6 +82,9 @@ class State:
         if name not in self._loaded:
             _make_importable(self.config)
             from . import implementation
+
+            if self.is_worker:
+                _share_cores(self.config)
 
             s = self.settings
             spec = s.names()[name]
@@ -107,6 +125,14 @@ def create(config: pytest.Config, selection: Selection, settings: options.Settin
         state.notes = Path(worker["flashattn_notes"])
     config.stash[STATE] = state
     return state
+
+
+def _share_cores(config: pytest.Config) -> None:
+    # Each worker would start as many threads as there are cores; together they are many times slower than one.
+    import torch
+
+    workers = int(config.workerinput["workercount"])  # type: ignore[attr-defined]
+    torch.set_num_threads(max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // workers)))
 
 
 def _make_importable(config: pytest.Config) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from .cases import Case
 from .checks.registry import Function, find
-from .implementation import Implementation, ImplementationError, Unsupported
+from .implementation import Implementation, ImplementationError, Unsupported, present
 from .memory import shortage
 from .verdict import Verdict
 
@@ -30,6 +30,9 @@ def gate(implementation: Implementation, case: Case, needs: Iterable[str] = ()) 
     """Why the case cannot be judged (declared or unmet), or None when it can."""
     if gap := implementation.support.gap(case, needs):
         return Verdict("declared", gap)
+    kind = implementation.device.type
+    if not present(kind):
+        return Verdict("unmet", f"runs on {kind}; this machine has no {kind.upper()} device")
     if lack := shortage(case, implementation.device):
         return Verdict("unmet", lack)
     return None

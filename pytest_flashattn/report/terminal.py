@@ -51,14 +51,14 @@ def summary(terminal: pytest.TerminalReporter, run: State, ledger: Ledger) -> No
     terminal.section("flashattn", sep="=", bold=True)
     width = max(80, shutil.get_terminal_size().columns)
     if len(run.settings.impl) < 2:
-        terminal.write_line(_table(ledger.of(None), width))
+        terminal.write_line(table(ledger.of(None), width))
         return
     beside = side_by_side(run, ledger)
     if max(map(len, beside.splitlines())) <= width:
         terminal.write_line(beside)
         return
     for name, spec in run.settings.names().items():
-        terminal.write_line(f"{name}\n{_table(ledger.of(spec), width)}\n")
+        terminal.write_line(f"{name}\n{table(ledger.of(spec), width)}\n")
 
 
 def closing(terminal: pytest.TerminalReporter, lines: list[Closing]) -> None:
@@ -66,7 +66,7 @@ def closing(terminal: pytest.TerminalReporter, lines: list[Closing]) -> None:
         terminal.write_line(line.text, green=line.ok, red=not line.ok, bold=True)
 
 
-def _table(records: list[Record], width: int) -> str:
+def table(records: list[Record], width: int) -> str:
     shown = [s for s in STATUSES if s != "excused" or any(r["status"] == s for r in records)]
     rows = []
     for chapter in dict.fromkeys(r["chapter"] for r in records):
