@@ -14,6 +14,9 @@ from torch import Tensor
 from .arithmetic import Arithmetic
 from .spec import AttentionSpec, as4d, reduce_to, region, take
 
+SUMMED_KEYS = 512
+"""Keys between two roundings of dq with u_sum: what PyTorch's CPU kernel takes."""
+
 # What is lost where fp32 numbers are flushed. So little that it may count at hidden keys too, without min(p, tiny_p).
 _FLUSHED = 2.0**-126
 
@@ -96,10 +99,11 @@ def forward_tile(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, a: Arithm
 
     spread = (delta + 4 * u).mul_(p)
     drift = spread.sum(-1, keepdim=True) if a.u_operand else _root_sum(spread)
-    lse_random = drift + u * terms.sqrt()
+    # On top, what q rounded once (scaled, say) does to all scores of a row alike: 2 u |scale| sum|q k| of each.
+    lse_random = drift + u * terms.sqrt() + spread.sum(-1, keepdim=True) * (2 / (math.sqrt(q.shape[-1]) + 2))
     lse_fixed = 4 * u * torch.maximum(scale_of_lse, finite.abs()).clamp_min(1.0)
     chop = a.u_chop * terms
-    kappa = (u * (2 * terms.sqrt() + 4) + chop + a.u_operand).expand(shape)
+    kappa = (u * (2 * terms.sqrt() + 4 + finite.abs()) + chop + a.u_operand).expand(shape)
     if p_sink is not None and spec.sinks is not None:
         kappa = kappa + 4 * u * p_sink * (1 + m.abs() + spec.sinks.double().abs()[None, :, None, None])
     rho = delta.add_(a.u_p + a.u_operand + u * (terms.sqrt() + 4))
@@ -109,7 +113,11 @@ def forward_tile(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, a: Arithm
         e = torch.addcmul(p.new_full((), a.tiny_p), rho, p)
     o, peak = _accumulate(fold(p, hkv), v)
     o, peak = unfold(o, q), unfold(peak, q)
-    o_random = unfold(fold(e.square(), hkv) @ v.square(), q).sqrt_().add_(kappa * peak)
+    o_random = unfold(fold(e.square(), hkv) @ v.square(), q).sqrt_()
+    if a.u_p > u:  # equal P round alike: then the roundings of a normalised P add up, and no square root holds
+        coherent = unfold(fold(_round(p, a.u_p).sub_(p), hkv) @ v, q).abs_()
+        o_random = torch.maximum(o_random, coherent)
+    o_random.addcmul_(kappa, peak)
     return Forward(
         p, rho, e, f, cap_error, p_sink, terms, kappa, chop, o, o_random, lse, lse_random.expand(shape), lse_fixed
     )
@@ -182,6 +190,8 @@ def backward_tile(
     shared_dq = unfold(fold(pf, hkv) @ k, q).abs_().mul_(e_delta)
     spread_dq = (own_dq + shared_dq) * abs(scale)
     spread_dq += (u * (fw.terms.sqrt() + 4) + fw.chop + a.u_operand + eta) * dq.abs()
+    if a.u_sum:
+        spread_dq += _rounded_sums(ds, k, hkv, q) * (a.u_sum * abs(scale)) + a.tiny_out
     total.dq[batch, heads, rows], total.dq_random[batch, heads, rows] = dq, spread_dq
     total.dk[batch, heads] += ds.mT @ (q * scale)
     total.dv[batch, heads] += p.mT @ do
@@ -309,6 +319,16 @@ def _accumulate(p: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         o = o + p[..., start : start + step] @ v[:, :, start : start + step]
         peak = torch.maximum(peak, o.abs())
     return o, peak
+
+
+def _rounded_sums(ds: Tensor, k: Tensor, hkv: int, like: Tensor) -> Tensor:
+    """Root of the sum of the squares that dS @ k has after each block of keys: what memory of u_sum rounds."""
+    total, squares = torch.zeros_like(like), torch.zeros_like(like)
+    for start in range(0, k.shape[2], SUMMED_KEYS):
+        block = slice(start, start + SUMMED_KEYS)
+        total = total + unfold(fold(ds[..., block], hkv) @ k[:, :, block], like)
+        squares += total.square()
+    return squares.sqrt_()
 
 
 def _round(x: Tensor, u: float) -> Tensor:

@@ -32,8 +32,8 @@ class Arithmetic:
 
     u_out, tiny_out: the outputs. u_p, tiny_p: P and dS, before the products that consume them. u_acc: scores,
     exponentials, sums and accumulators. u_operand: q, k, v and do where they are rounded once more before a product
-    (tf32), else 0. u_sum: of the memory in which dk and dv are added up, from one block of query rows to the next and over
-    the heads of a group; 0: an accumulator of u_acc, as in every kernel that keeps them on chip.
+    (tf32), else 0. u_sum: of the memory in which gradients are added up, dk and dv from one block of query rows to the
+    next and over the heads of a group, dq from one block of keys to the next; 0: an accumulator of u_acc.
     """
 
     u_out: float
@@ -59,8 +59,9 @@ class Arithmetic:
     ) -> Arithmetic:
         """Inputs and outputs in dtype, P and dS in p_dtype (None: dtype), all else in float32 (float64 for float64).
 
-        tf32: products of float32 run on tensor cores, which see 11 bits of either operand, P and dS included.
-        sums: dk and dv are added up in dtype, as PyTorch's CPU kernel does.
+        tf32: products of float32 run on tensor cores, which see 11 bits of either operand, P and dS included, and cut
+        the rest off: the unit is 2^-10, since a truncated number is wrong by up to its last bit.
+        sums: gradients are added up in dtype from block to block, as PyTorch's CPU kernel does.
         Raises ValueError for a dtype that is not a float, and for tf32 where dtype is not float32.
         """
         p_dtype = p_dtype or dtype
@@ -71,9 +72,9 @@ class Arithmetic:
             raise ValueError(f"tf32 is a way to multiply float32, not {dtype}: leave it False")
         return cls(
             u_out=_ROUNDOFF[dtype],
-            u_p=max(_ROUNDOFF[p_dtype], 2.0**-11 if tf32 else 0.0),
+            u_p=max(_ROUNDOFF[p_dtype], 2.0**-10 if tf32 else 0.0),
             u_acc=_ROUNDOFF[torch.float64 if dtype == torch.float64 else torch.float32],
-            u_operand=2.0**-11 if tf32 else 0.0,
+            u_operand=2.0**-10 if tf32 else 0.0,
             tiny_out=_UNDERFLOW[dtype],
             tiny_p=_UNDERFLOW[p_dtype],
             u_sum=_ROUNDOFF[dtype] if sums else 0.0,

@@ -29,11 +29,16 @@ small for the precision of p_dtype is wrong by tiny_p, never by more than itself
 Row sum and accumulator. Nothing is rounded to 16 bits there: sqrt(n) u for the sum, 4 u for rescaling and dividing,
 sqrt(n) u once more for the drift of the accumulator towards o, n u_chop where tensor cores truncate it; a sink logit
 less m is wrong by 4 u (1 + |sink| + |m|) and weighs p_sink:
-    kappa    = u (2 sqrt(n) + 4) + n u_chop + u_op + 4 u (1 + |sink| + |m|) p_sink
+    kappa    = u (2 sqrt(n) + 4 + |lse|) + n u_chop + u_op + 4 u (1 + |sink| + |m|) p_sink
+u |lse|: a kernel may normalise first, P = exp(s - lse), and the rounding of lse is then in all of a row.
 The accumulator rounds what it holds, not o: peak is its largest partial sum in the order of keys, seen at 8 points.
 
-    o:    random = sqrt(sum_j (e v)^2) + kappa peak                        fixed = 1.05 u_out |o| + tiny_out
-    lse:  random = sqrt(sum_j ((delta + 4 u) p)^2) + u sqrt(n)             fixed = 4 u max(1, |lse|, |m|, |sink|)
+    o:    random = max(sqrt(sum_j (e v)^2), |sum_j (round(p) - p) v|) + kappa peak
+                                                                           fixed = 1.05 u_out |o| + tiny_out
+    lse:  random = sqrt(sum_j ((delta + 4 u) p)^2) + u sqrt(n) + 2 / (sqrt(D) + 2) sum_j (delta + 4 u) p
+                                                                           fixed = 4 u max(1, |lse|, |m|, |sink|)
+The maximum: P that are equal round alike, so that the errors of a kernel that normalises before it rounds add up; here
+is what they come to. The last sum for lse: q, scaled and rounded once, is wrong in all scores of its row.
 With u_op the sum for lse is linear: the error of q_i is in all its scores. 1.05: what is rounded is the computed o.
 
 Backward. P is recomputed as exp(s - lse) from the stored fp32 lse, so a row shares the relative error
@@ -62,6 +67,7 @@ With grouped heads dk and dv are sums over the G heads of a group, and a kernel 
 first, as PyTorch does: sqrt(sum_h (u_out dk_h + tiny_out)^2) more. Where they are added up in memory of u_sum, every
 block of query rows rounds the sum so far, A_hb after block b of head h, that of earlier heads included:
     dk, dv: sqrt(sum_hb (u_sum A_hb + tiny_out)^2) more, with blocks of 32 rows (the smallest that PyTorch takes)
+    dq:     the same over blocks of 512 keys
     dbias:  the errors of dS, reduced as dbias is: own errors and p e_Delta in squares, the latter first linearly over
             keys if the bias is broadcast along them; |sum p shift|; w |dbias|
     dsinks: sum of p_sink g: sqrt(sum (p_sink e_Delta)^2 + (p_sink g (eta + 4 u (1 + |sink|) + u sqrt(terms)))^2)

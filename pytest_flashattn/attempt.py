@@ -20,9 +20,11 @@ Outputs = dict[str, Tensor]
 
 def forward(implementation: Implementation, inputs: Inputs, *, lse: bool = False, fill: float = math.nan) -> Outputs:
     """One call without gradients: {"o": (B, Hq, Lq, Dv)} and, if asked for, {"lse": (B, Hq, Lq)}."""
+    before = _snapshot(inputs)
     _poison(inputs, fill, gradients=False)
     with torch.no_grad():
         o, log_sum = implementation.call(inputs.q, inputs.k, inputs.v, inputs.options(), return_lse=lse)
+    _unchanged(inputs, before)
     return _named(o, log_sum)
 
 
@@ -33,12 +35,15 @@ def backward(
     wrt: Iterable[str] = ("q", "k", "v"),
     lse: bool = False,
     lse_gradient: bool = False,
+    times: int = 1,
 ) -> Outputs:
     """One call and its gradients: "o", "lse" if asked for, and "d" + name for each of `wrt` (q, k, v, bias, sinks).
 
-    lse_gradient: let `inputs.dlse` flow in through the log-sum-exp as well.
+    lse_gradient: let `inputs.dlse` flow in through the log-sum-exp as well. times: run the backward of the one graph so
+    often and return the last gradients.
     Raises Unsupported when the output carries no autograd graph, ImplementationError when a gradient is missing.
     """
+    before = _snapshot(inputs)
     leaves = {name: getattr(inputs, name).detach().requires_grad_() for name in wrt}
     _poison(inputs, math.nan, gradients=True)
     graph = inputs.with_(**leaves)
@@ -56,13 +61,17 @@ def backward(
         roots.append(log_sum)
         upstream.append(inputs.dlse)
     try:
-        gradients = torch.autograd.grad(roots, list(leaves.values()), upstream, allow_unused=True)
+        for repeat in range(times):
+            gradients = torch.autograd.grad(
+                roots, list(leaves.values()), upstream, allow_unused=True, retain_graph=repeat < times - 1
+            )
     except NotImplementedError as error:
         raise Unsupported(f"in backward: {implementation.raised(error)}") from error
     except (torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:
         raise ImplementationError(f"in backward: {implementation.raised(error)}") from error
+    _unchanged(inputs, before)
     outputs = _named(o.detach(), None if log_sum is None else log_sum.detach())
     for name, gradient in zip(leaves, gradients, strict=True):
         if gradient is None:
@@ -84,6 +93,19 @@ def differentiable(implementation: Implementation, inputs: Inputs) -> tuple[str,
 
 def _named(o: Tensor, lse: Tensor | None) -> Outputs:
     return {"o": o} if lse is None else {"o": o, "lse": lse}
+
+
+def _snapshot(inputs: Inputs) -> dict[str, Tensor]:
+    names = ("q", "k", "v", "bias", "mask", "sinks", "dout")
+    return {name: x.clone() for name in names if (x := getattr(inputs, name)) is not None}
+
+
+def _unchanged(inputs: Inputs, before: dict[str, Tensor]) -> None:
+    """Raises ImplementationError for an input that the call changed: the truth would be computed from other numbers."""
+    for name, old in before.items():
+        new = getattr(inputs, name)
+        if not torch.equal(new, old) and not torch.equal(new.nan_to_num(), old.nan_to_num()):
+            raise ImplementationError(f"changed its input {name} in place; work on a copy")
 
 
 def _poison(inputs: Inputs, fill: float, *, gradients: bool) -> None:

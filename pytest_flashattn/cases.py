@@ -22,6 +22,8 @@ LAYOUTS: dict[str, str] = {
     "padded": "rows lie further apart than D, with NaN between them",
     "unaligned": "a storage offset of one element: the base address is not 16-byte aligned",
     "expanded": "k and v are expanded over the batch with stride 0",
+    "headless": "k and v are expanded over their heads with stride 0, q over the batch",
+    "mixed": "q and v in one order of axes, k in the other",
     "dmajor": "the head dim is not the fastest axis (stride(-1) != 1)",
 }
 DOUTS: dict[str, str] = {
@@ -54,6 +56,8 @@ BIASES: tuple[str, ...] = ("1111", "b111", "1h11", "11qk", "bhqk", "b11k", "1hqk
 class Case:
     """One attention problem. Lengths in tokens, dims in elements; None: the default of the contract.
 
+    holes: the additive bias is -inf at some keys, and in one whole row, as callers mask with it.
+
     Raises ValueError for a combination that is no attention problem (heads not divisible, an unknown word, …).
     """
 
@@ -72,6 +76,7 @@ class Case:
     alibi: bool = False
     bias: str | None = None
     mask: str | None = None
+    holes: bool = False
     sinks: bool = False
     layout: str = "plain"
     dout: str = "plain"
@@ -93,6 +98,8 @@ class Case:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown; known: {', '.join(BIASES)}")
         if self.bias and self.mask:
             raise ValueError("bias and mask share one argument of the contract: a case has one of them")
+        if self.holes and not self.bias:
+            raise ValueError("holes are -inf in an additive bias: the case needs one")
         if self.layout == "qkv" and (self.q != self.k or self.d != self.dv):
             raise ValueError("layout=qkv needs Lq == Lk and Dv == D: the three are views of one buffer")
         if self.window == (None, None):
@@ -120,6 +127,8 @@ class Case:
             parts.append(f"bias.{self.bias}")
         if self.mask:
             parts.append(f"mask.{self.mask}")
+        if self.holes:
+            parts.append("holes")
         if self.sinks:
             parts.append("sinks")
         if self.layout != "plain":
@@ -187,7 +196,7 @@ _INTEGERS = {"b": "batch", "h": "heads", "kv": "kv_heads", "q": "q", "k": "k", "
 def _parse_part(part: str, text: str) -> tuple[str, object]:
     if part in DTYPES:
         return "dtype", part
-    if part in ("causal", "alibi", "sinks"):
+    if part in ("causal", "alibi", "sinks", "holes"):
         return part, True
     if part in FAMILIES:
         return "family", part
@@ -208,7 +217,7 @@ def _parse_part(part: str, text: str) -> tuple[str, object]:
     )
 
 
-_WORDS = [*DTYPES, *LAYOUTS, *FAMILIES, "causal", "alibi", "sinks"]
+_WORDS = [*DTYPES, *LAYOUTS, *FAMILIES, "causal", "alibi", "sinks", "holes"]
 assert len(set(_WORDS) - {"plain"}) == len(_WORDS) - 1, "a bare word of an id must have one meaning"
 
 FIELDS: frozenset[str] = frozenset(f.name for f in fields(Case))

@@ -433,7 +433,7 @@ _TABLE = (
             features=_words("causal cross gqa dv scale bias mask backward bias_grad"),
             alignment="top-left",
         ),
-        # The CPU kernel adds each block of query rows and each head of a group to dk and dv in their 16-bit memory.
+        # The CPU kernel adds blocks (and heads of a group) to dq, dk and dv in their 16-bit memory.
         sums_on={"cpu": "input"},
         identities=("torch.nn.functional:scaled_dot_product_attention",),
         signature=frozenset({"attn_mask", "dropout_p", "is_causal"}),

@@ -62,7 +62,7 @@ def judge(
     backward = any(name.startswith("d") for name in outputs)
     expected = truth(implementation, inputs, backward=backward, lse_gradient=lse_gradient)
     emulated: dict[str, Tensor] = {}
-    floor = NOISE_QUANTITIES - ({"dk", "dv"} if support.gradient_sums == "input" else set())
+    floor = NOISE_QUANTITIES - ({"dq", "dk", "dv"} if support.gradient_sums == "input" else set())
     # The emulator knows neither tf32 operands nor 16-bit sums: those keep the bound alone, derived for them.
     if noise and rows == slice(None) and not support.tf32:
         emulated = oracles.emulate(
@@ -76,7 +76,7 @@ def judge(
         )
     measures = []
     for name, got in outputs.items():
-        allowed = limits(name, case.dtype, case.kv_heads != case.heads, case.family)
+        allowed = limits(name, case)
         believed = expected[name]
         if rows != slice(None):
             got = got[:, :, rows]

@@ -60,7 +60,7 @@ class Implementation:
         features = " ".join(f for f in FEATURES if f in self.support.features)
         declared = [f"P in {self.support.p_dtype}"] if self.support.p_dtype else []
         declared += ["tf32 products"] if self.support.tf32 else []
-        declared += ["dk and dv summed in the input dtype"] if self.support.gradient_sums == "input" else []
+        declared += ["gradients summed in the input dtype"] if self.support.gradient_sums == "input" else []
         declared += ["top-left diagonal"] if self.support.alignment == "top-left" else []
         said = [f"{self.spec}, {self.convention.name} call", dtypes, features or "no features", *declared]
         return "; ".join(said)
@@ -135,6 +135,9 @@ class Implementation:
         """`value`, when it is a tensor as expected, with axes in the order of `layout`."""
         if not isinstance(value, Tensor):
             raise ImplementationError(f"returned {_kind(value)} as {what}; expected a tensor")
+        if type(value) not in (Tensor, torch.nn.Parameter):
+            # A subclass may compute when it is read, or not be what it shows: nothing measured of it would count.
+            raise ImplementationError(f"returned {what} as {_article(type(value).__name__)}; expected a plain tensor")
         expected = tuple(sizes[axis] for axis in layout)
         if (shape := tuple(value.shape)) != expected:
             hint = ""
@@ -289,7 +292,10 @@ def _label(function: Any) -> str:
 def _kind(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"one tensor of shape {tuple(value.shape)}"
-    name = type(value).__name__
+    return _article(type(value).__name__)
+
+
+def _article(name: str) -> str:
     return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 

@@ -83,10 +83,12 @@ def make_inputs(case: Case, device: torch.device | str = "cpu", native: str = "b
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
+    # What is expanded with stride 0 is drawn once.
     kv_batch = 1 if case.layout == "expanded" else case.batch
-    q = normal(case.batch, case.heads, case.q, case.d)
-    k = normal(kv_batch, case.kv_heads, case.k, case.d)
-    v = normal(kv_batch, case.kv_heads, case.k, case.dv)
+    kv_heads = 1 if case.layout == "headless" else case.kv_heads
+    q = normal(1 if case.layout == "headless" else case.batch, case.heads, case.q, case.d)
+    k = normal(kv_batch, kv_heads, case.k, case.d)
+    v = normal(kv_batch, kv_heads, case.k, case.dv)
     q, k, v = _family(case, q, k, v, generator)
     dout = normal(case.batch, case.heads, case.q, case.dv)
     if case.dout == "zero":
@@ -98,8 +100,11 @@ def make_inputs(case: Case, device: torch.device | str = "cpu", native: str = "b
     if case.layout == "qkv":
         q, k, v = place_qkv(q, k, v)
     else:
-        q = place(q, "plain" if case.layout == "expanded" else case.layout, native)
-        k, v = (place(x, case.layout, native, batch=case.batch) for x in (k, v))
+        order = {"expanded": "plain", "headless": "plain", "mixed": "plain"}.get(case.layout, case.layout)
+        q, v = place(q, order, native), place(v, order, native)
+        k = place(k, "swapped" if case.layout == "mixed" else order, native)
+        q = q.expand(case.batch, -1, -1, -1)
+        k, v = (x.expand(case.batch, case.kv_heads, -1, -1) for x in (k, v))
     if case.dout == "expanded":
         dout = dout.expand(case.batch, case.heads, case.q, case.dv)
     else:
@@ -113,8 +118,8 @@ def make_inputs(case: Case, device: torch.device | str = "cpu", native: str = "b
         dout=dout,
         dlse=normal(case.batch, case.heads, case.q).to(device),
         alibi_slopes=_slopes(case.heads).to(device) if case.alibi else None,
-        bias=normal(*_pattern(case.bias, case)).to(device=device, dtype=dtype) if case.bias else None,
-        mask=_mask(case, generator).to(device) if case.mask else None,
+        bias=_bias(case, generator).to(device=device, dtype=dtype) if case.bias else None,
+        mask=_visible(case.mask, case, generator).to(device) if case.mask else None,
         # Near log(Lk), the size of a row's own log-sum-exp: a sink of 0 against hundreds of keys would be invisible.
         sinks=(normal(case.heads) + math.log(max(case.k, 1))).to(device) if case.sinks else None,
     )
@@ -172,9 +177,14 @@ def _pattern(pattern: str, case: Case) -> tuple[int, int, int, int]:
     return b, h, q, k
 
 
-def _mask(case: Case, generator: torch.Generator) -> Tensor:
-    assert case.mask is not None
-    shape = _pattern(case.mask, case)
+def _bias(case: Case, generator: torch.Generator) -> Tensor:
+    assert case.bias is not None
+    bias = torch.randn(_pattern(case.bias, case), generator=generator)
+    return bias.masked_fill(~_visible(case.bias, case, generator), -math.inf) if case.holes else bias
+
+
+def _visible(pattern: str, case: Case, generator: torch.Generator) -> Tensor:
+    shape = _pattern(pattern, case)
     visible = torch.rand(shape, generator=generator) < MASK_VISIBLE
     if shape[2] > 4:
         visible[:, :, 1] = False  # a row that sees no key

@@ -23,8 +23,8 @@ GRADES = ((1.05, "A"), (1.25, "B"), (1.5, "C"))
 NOISE_SHARE = 0.1
 """Share of the bound's random part below which an emulator's noise counts as luck (0.3 to 0.6 of it is usual)."""
 
-_ULP_BITS = {torch.float16: 10, torch.bfloat16: 7, torch.float32: 23}
-_MIN_EXPONENT = {torch.float16: -14, torch.bfloat16: -126, torch.float32: -126}
+_ULP_BITS = {torch.float16: 10, torch.bfloat16: 7, torch.float32: 23, torch.float64: 52}
+_MIN_EXPONENT = {torch.float16: -14, torch.bfloat16: -126, torch.float32: -126, torch.float64: -1022}
 
 
 def ulp(value: float, dtype: torch.dtype) -> float:
@@ -85,19 +85,19 @@ def against_noise(
     """The noise floor: RMS error of `got` against that of the emulator, over the tensor and the worst 128 rows.
 
     The emulator's noise is one draw and may happen to be tiny (an exact case, one row), so a share of the size that the
-    bound gives to a random error is added to it: the fewer elements a block has, the larger the share.
+    bound gives to a random error is added to it: the fewer rows a block has, the larger the share.
     """
     if not got.numel():
         return []
     error = (got.double() - truth.value).square()
     noise = (emulated.double() - truth.value).square()
     size = truth.random.square()
-    whole = float(_ratio(error.mean(), noise.mean(), size.mean(), got.numel()))
+    whole = float(_ratio(error.mean(), noise.mean(), size.mean(), got.numel() // got.shape[-1]))
     worst = 0.0
     for start in range(0, got.shape[-2], BLOCK_ROWS):
         e, n, s = (x[..., start : start + BLOCK_ROWS, :].mean((-1, -2)) for x in (error, noise, size))
-        count = got.shape[-1] * min(BLOCK_ROWS, got.shape[-2] - start)
-        worst = max(worst, float(_ratio(e, n, s, count).max()))
+        rows = min(BLOCK_ROWS, got.shape[-2] - start)
+        worst = max(worst, float(_ratio(e, n, s, rows).max()))
     grade = next((letter for limit, letter in GRADES if whole <= limit), "D")
     return [
         Measure(quantity, "noise", whole / tensor, tensor, grade=grade),
@@ -105,8 +105,9 @@ def against_noise(
     ]
 
 
-def _ratio(error: Tensor, noise: Tensor, size: Tensor, count: int) -> Tensor:
-    share = NOISE_SHARE + (1 - NOISE_SHARE) / math.sqrt(1 + count / 16)
+def _ratio(error: Tensor, noise: Tensor, size: Tensor, rows: int) -> Tensor:
+    # The columns of a row share the error of one dS or one P: it is the rows that average luck away.
+    share = NOISE_SHARE + (1 - NOISE_SHARE) / math.sqrt(max(rows, 1))
     ratio = (error / (noise + share**2 * size)).sqrt()
     ratio = torch.where(error == 0, 0.0, ratio)  # 0 / 0: right where everything is exact
     return torch.where(error.isnan(), math.inf, ratio)

@@ -13,8 +13,8 @@ PAD = 8
 """Elements of padding between rows: 16 bytes in fp16, so rows stay aligned for vector loads and TMA."""
 
 
-def place(x: Tensor, layout: str, native: str, *, batch: int | None = None) -> Tensor:
-    """`x` (B, H, L, D) in `layout`; `native` is "bhsd" or "bshd"; `batch` is the size to expand axis 0 to.
+def place(x: Tensor, layout: str, native: str) -> Tensor:
+    """`x` (B, H, L, D) in `layout` ("plain", "swapped", "padded", "unaligned", "dmajor"); `native`: "bhsd" or "bshd".
 
     Raises ValueError for an unknown layout.
     """
@@ -22,9 +22,6 @@ def place(x: Tensor, layout: str, native: str, *, batch: int | None = None) -> T
         return _ordered(x, native)
     if layout == "swapped":
         return _ordered(x, "bshd" if native == "bhsd" else "bhsd")
-    if layout == "expanded":
-        x = _ordered(x, native)
-        return x if batch is None else x.expand(batch, *x.shape[1:])
     if layout == "dmajor":
         return x.transpose(-1, -2).contiguous().transpose(-1, -2)
     if layout in ("padded", "unaligned"):

@@ -23,8 +23,8 @@ class Support:
     alignment: where the causal diagonal ends when Lq != Lk: "bottom-right" (the contract) or "top-left".
     p_dtype: the dtype to which probabilities are rounded before P @ V; None: the input dtype.
     tf32: fp32 products are computed with TF32 operands.
-    gradient_sums: "fp32", or "input": dk and dv are added up in the input dtype, over blocks of query rows and over the
-    heads of a group.
+    gradient_sums: "fp32", or "input": gradients are added up in the input dtype, dk and dv over blocks of query rows
+    and over the heads of a group, dq over blocks of keys.
     deterministic: the same call gives the same bits (forward).
     devices: the device types it runs on; empty: any.
 

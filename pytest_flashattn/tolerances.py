@@ -1,4 +1,4 @@
-"""Limits by quantity and dtype: reads tolerances.toml; the most specific row that matches decides."""
+"""Limits by quantity and case: reads tolerances.toml; every row that matches has a reason, the widest counts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
+from .cases import Case
 from .matrices import TableError
 
 KEYS = {"quantity": str, "dtype": str, "grouped": bool, "family": str}
@@ -23,18 +24,21 @@ class Limits:
     block: float
 
 
+def limits(quantity: str, case: Case) -> Limits:
+    """The limits for one quantity ("o", "dk", …) of a case."""
+    # A scale of 0 makes every score equal, whatever the inputs: what the constant family is.
+    family = "constant" if case.scale == 0 else case.family
+    return _limits(quantity, case.dtype, case.kv_heads != case.heads, family)
+
+
 @functools.cache
-def limits(quantity: str, dtype: str, grouped: bool, family: str) -> Limits:
-    """The limits for one quantity ("o", "dk", …) of a case with this dtype, grouping and input family."""
+def _limits(quantity: str, dtype: str, grouped: bool, family: str) -> Limits:
     facts = {"quantity": quantity, "dtype": dtype, "grouped": grouped, "family": family}
-    bound, noise = (_decide(rule, facts) for rule in ("bound", "noise"))
-    return Limits(lam=bound["lam"], tensor=noise["tensor"], block=noise["block"])
-
-
-def _decide(rule: str, facts: dict[str, Any]) -> dict[str, float]:
-    rows = [row for row in _table()[rule] if all(row[key] == facts[key] for key in KEYS if key in row)]
-    row = max(rows, key=lambda r: sum(key in r for key in KEYS))
-    return {name: row[name] for name in LIMITS[rule]}
+    found: dict[str, float] = {}
+    for rule, names in LIMITS.items():
+        rows = [row for row in _table()[rule] if all(row[key] == facts[key] for key in KEYS if key in row)]
+        found |= {name: max(row[name] for row in rows) for name in names}
+    return Limits(**found)
 
 
 @functools.lru_cache(maxsize=1)
@@ -47,7 +51,7 @@ def parse_table(text: str, source: str) -> dict[str, list[dict[str, Any]]]:
     """The rows of a tolerances file by rule.
 
     Raises TableError, one sentence, for text that is not TOML, an unknown rule or key, a missing or wrongly typed
-    value, a rule without a general row, or two rows that match the same case equally well.
+    value, or a rule without a general row.
     """
     try:
         table = tomllib.loads(text)
@@ -74,17 +78,6 @@ def parse_table(text: str, source: str) -> dict[str, list[dict[str, Any]]]:
                 value = row.get(name)
                 if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
                     raise TableError(f"{where}: {name} must be a positive number, not {value!r}")
-        _unambiguous(rows, rule, source)
+        if not any(not (set(row) & set(KEYS)) for row in rows):
+            raise TableError(f"{source}: [[{rule}]] needs one row without keys, for everything that no other row names")
     return table
-
-
-def _unambiguous(rows: list[dict[str, Any]], rule: str, source: str) -> None:
-    if not any(not (set(row) & set(KEYS)) for row in rows):
-        raise TableError(f"{source}: [[{rule}]] needs one row without keys, for everything that no other row names")
-    for i, a in enumerate(rows):
-        for j, b in enumerate(rows[:i]):
-            keys_a, keys_b = (set(row) & set(KEYS) for row in (a, b))
-            if len(keys_a) == len(keys_b) and all(a[key] == b[key] for key in keys_a & keys_b):
-                raise TableError(
-                    f"{source}: [[{rule}]] rows {j + 1} and {i + 1} match equally well; make one more specific"
-                )

@@ -41,17 +41,22 @@ class Measure:
 
     def sentence(self) -> str:
         """The measure as one line of a failure report."""
-        share = "NaN" if math.isnan(self.ratio) else f"{self.ratio:.3g} x the limit"
         if self.rule.startswith("noise"):
             where = "over the tensor" if self.rule == "noise" else "in the worst block of 128 rows"
             times = f"{self.ratio * self.limit:.3g} x that of its own arithmetic"
             return f"{self.quantity}: RMS error {where} is {times}, limit {self.limit:g}"
-        text = f"{self.quantity}: {self.beyond} of {self.total:,} elements beyond the bound; worst {share}"
-        if self.worst is not None:
-            w = self.worst
-            text += f" at {w['index']}: got {w['got']:.6g}, want {w['want']:.6g}, {w['error']:.3g} off"
-            text += f" ({w['ulps']:.3g} ulp), limit {self.limit:.3g}" if "ulps" in w else f", limit {self.limit:.3g}"
-        return text
+        what = "differ" if self.rule == "exact" else "beyond the bound"
+        text = f"{self.quantity}: {self.beyond:,} of {self.total:,} elements {what}"
+        if self.worst is None:
+            return text
+        w = self.worst
+        if math.isnan(w["got"]):
+            return f"{text}; NaN at {w['index']}, want {w['want']:.6g}"
+        text += f"; worst {self.ratio:.3g} x the limit" if math.isfinite(self.ratio) else "; the worst"
+        text += (
+            f" at {w['index']}: got {w['got']:.6g}, want {w['want']:.6g}, {w['error']:.3g} off ({w['ulps']:.3g} ulp)"
+        )
+        return text if self.rule == "exact" else f"{text}, limit {self.limit:.3g}"
 
 
 @dataclass(frozen=True)
@@ -92,11 +97,11 @@ class Verdict:
     def text(self) -> str:
         """What a user reads: the reason, each failed measure on a line, then where it is and what it looks like."""
         lines = [self.reason] if self.reason else []
+        beyond = {m.quantity for m in self.measures if not m.ok and not m.rule.startswith("noise")}
         for m in self.measures:
-            if not m.ok:
-                lines.append(m.sentence())
-                if m.note:
-                    lines.append(m.note)
+            # An element beyond its bound explains the noise; the noise says nothing more then.
+            if not m.ok and not (m.rule.startswith("noise") and m.quantity in beyond):
+                lines += [m.sentence(), m.note] if m.note else [m.sentence()]
         return "\n".join([*lines, *self.diagnosis])
 
     def with_(self, **changes: Any) -> Verdict:

@@ -32,16 +32,15 @@ def shape_dtype_device(implementation: Implementation, case: Case) -> Verdict:
 
 @check()
 def inputs_unchanged(implementation: Implementation, case: Case) -> Verdict:
-    """q, k, v and dO hold the same bits after the call (and after its backward)."""
+    """q, k, v and dO hold the same bits after the call and after its backward (`attempt` sees to it in every check)."""
     inputs = inputs_for(implementation, case)
     copies = {name: getattr(inputs, name).clone() for name in ("q", "k", "v", "dout")}
-    if implementation.support.gap(case, ("backward",)) is None:
-        try:
+    try:
+        if implementation.support.gap(case, ("backward",)) is None:
             attempt.backward(implementation, inputs)
-        except Unsupported:
-            attempt.forward(implementation, inputs)
-    else:
-        attempt.forward(implementation, inputs)
+    except Unsupported:
+        pass
+    attempt.forward(implementation, inputs)
     return Verdict.of(
         [identical(name, getattr(inputs, name), copy) for name, copy in copies.items()], reason="an input changed"
     )
@@ -80,39 +79,49 @@ def same_call_twice(implementation: Implementation, case: Case) -> Verdict:
     first = attempt.forward(implementation, inputs)["o"].clone()
     again = inputs_for(implementation, case)
     second = attempt.forward(implementation, again)["o"]
-    return _same(implementation, inputs, second, first, "the same call gave another result")
+    return Verdict.of(_same(implementation, inputs, second, first), reason="the same call gave another result")
+
+
+@check(needs=("backward",))
+def backward_twice(implementation: Implementation, case: Case) -> Verdict:
+    """The backward of one graph, run again (retain_graph), gives right gradients again: nothing saved is used up."""
+    inputs = inputs_for(implementation, case)
+    measures = []
+    for times in (2, 3):
+        measures += judge(implementation, inputs, attempt.backward(implementation, inputs, times=times), noise=False)
+    return Verdict.of(measures, reason="the backward was run again on the same graph")
 
 
 @check()
 def a_then_b_then_a(implementation: Implementation, case: Case) -> Verdict:
-    """A call of another shape and another content in between leaves no trace."""
+    """Calls of other shapes, options and contents in between are right themselves and leave no trace."""
     inputs = inputs_for(implementation, case)
     first = attempt.forward(implementation, inputs)["o"].clone()
-    other = replace(case, batch=case.batch + 1, q=case.q + 64, k=case.k + 64, causal=False)
-    if implementation.support.gap(other) is None:
-        attempt.forward(implementation, inputs_for(implementation, other))
+    measures = []
+    longer = replace(case, batch=case.batch + 1, q=case.q + 64, k=case.k + 64)
+    for other in (longer, replace(longer, causal=not case.causal), replace(case, d=case.d * 2, dv=case.dv * 2)):
+        if implementation.support.gap(other) is None:
+            between = inputs_for(implementation, other)
+            measures += judge(implementation, between, attempt.forward(implementation, between), noise=False)
     # The same objects with other content: a result looked up by identity or address would be stale.
     inputs.q.neg_()
     attempt.forward(implementation, inputs)
     inputs.q.neg_()
-    return _same(
-        implementation,
-        inputs,
-        attempt.forward(implementation, inputs)["o"],
-        first,
-        "calls in between changed the result",
-    )
+    again = attempt.forward(implementation, inputs)["o"]
+    measures += _same(implementation, inputs, again, first)
+    return Verdict.of(measures, reason="calls of other shapes and options came in between")
 
 
 @check()
 def content_is_read(implementation: Implementation, case: Case) -> Verdict:
-    """The same tensors with new numbers in them give the new answer, not a remembered one."""
+    """The same tensors with new numbers in one of them give the new answer, not a remembered one."""
     inputs = inputs_for(implementation, case)
     attempt.forward(implementation, inputs)
-    inputs.v.neg_()
-    inputs.q.mul_(0.5)
-    o = attempt.forward(implementation, inputs)["o"]
-    return Verdict.of(judge(implementation, inputs, {"o": o}), reason="q and v were changed in place before the call")
+    measures = []
+    for name in ("v", "k", "q"):
+        getattr(inputs, name).neg_()
+        measures += judge(implementation, inputs, attempt.forward(implementation, inputs))
+    return Verdict.of(measures, reason="v, k and q were changed in place, one before each call")
 
 
 @check()
@@ -159,12 +168,10 @@ def _examples(case: Case) -> dict[str, Case]:
     }
 
 
-def _same(
-    implementation: Implementation, inputs: Inputs, got: torch.Tensor, want: torch.Tensor, reason: str
-) -> Verdict:
+def _same(implementation: Implementation, inputs: Inputs, got: torch.Tensor, want: torch.Tensor) -> list[Measure]:
     if not implementation.support.deterministic:
-        return Verdict.of(judge(implementation, inputs, {"o": got}, noise=False))
-    return Verdict.of([identical("o", got, want)], reason=reason)
+        return judge(implementation, inputs, {"o": got}, noise=False)
+    return [identical("o", got, want)]
 
 
 def _share(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -56,7 +56,7 @@ def ones_value(implementation: Implementation, case: Case) -> Verdict:
     o = attempt.forward(implementation, inputs)["o"]
     expected = truth(implementation, inputs)["o"]
     if case.dtype == "fp32":
-        measure = against_bound("o", o, expected, limits("o", case.dtype, case.kv_heads != case.heads, case.family).lam)
+        measure = against_bound("o", o, expected, limits("o", case).lam)
     else:
         measure = against_value("o", o, expected.value, torch.full_like(expected.value, ulp(1.0, o.dtype)))
     return Verdict.of([measure], reason="with V = 1 every output is the sum of a softmax")
@@ -85,19 +85,28 @@ def split_and_merge(implementation: Implementation, case: Case) -> Verdict:
     """Two parts of the keys, merged by their log-sum-exp, are the whole: output and log-sum-exp belong together."""
     inputs = inputs_for(implementation, case)
     cut = case.k // 3
-    parts = [
-        attempt.forward(implementation, inputs.with_(k=inputs.k[:, :, part], v=inputs.v[:, :, part]), lse=True)
-        for part in (slice(0, cut), slice(cut, case.k))
+    pieces = [
+        inputs.with_(k=inputs.k[:, :, part], v=inputs.v[:, :, part]) for part in (slice(0, cut), slice(cut, None))
     ]
-    o, lse = oracles.merge(
-        parts[0]["o"].double(), parts[0]["lse"].double(), parts[1]["o"].double(), parts[1]["lse"].double()
+    (a, b), (truth_a, truth_b) = (
+        [attempt.forward(implementation, piece, lse=True) for piece in pieces],
+        [truth(implementation, piece) for piece in pieces],
     )
-    expected = truth(implementation, inputs)
-    grouped = case.kv_heads != case.heads
-    measures = []
-    for name, got in (("o", o), ("lse", lse)):
-        # Each part carries its own errors: twice the bound of the whole covers both.
-        lam = 2 * limits(name, case.dtype, grouped, case.family).lam
-        doubled = oracles.Truth(expected[name].value, expected[name].random, 2 * expected[name].fixed)
-        measures.append(against_bound(name, got.float() if name == "lse" else got.to(inputs.q.dtype), doubled, lam))
-    return Verdict.of(measures, reason=f"keys 0-{cut - 1} and {cut}-{case.k - 1} were merged by their log-sum-exp")
+    o, lse = oracles.merge(a["o"].double(), a["lse"].double(), b["o"].double(), b["lse"].double())
+    whole = truth(implementation, inputs)
+    # The merge is linear in the parts' outputs, with weights that only their log-sum-exps decide.
+    weight_a, weight_b = ((t["lse"].value - whole["lse"].value).exp() for t in (truth_a, truth_b))
+    lam_o, lam_lse = (limits(name, case).lam for name in ("o", "lse"))
+    lse_a, lse_b = (t["lse"].limit(lam_lse) for t in (truth_a, truth_b))
+    allowed_lse = weight_a * lse_a + weight_b * lse_b
+    moved = (truth_a["o"].value - truth_b["o"].value).abs() * (weight_a * weight_b * (lse_a + lse_b))[..., None]
+    allowed_o = (
+        weight_a[..., None] * truth_a["o"].limit(lam_o) + weight_b[..., None] * truth_b["o"].limit(lam_o) + moved
+    )
+    return Verdict.of(
+        [
+            against_value("o", o, whole["o"].value, allowed_o),
+            against_value("lse", lse, whole["lse"].value, allowed_lse),
+        ],
+        reason=f"keys 0-{cut - 1} and {cut}-{case.k - 1} were merged by their log-sum-exp",
+    )

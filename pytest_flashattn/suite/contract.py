@@ -31,6 +31,11 @@ def test_same_call_twice(flashattn_check: RunCheck, flashattn_case: Case) -> Non
     flashattn_check("contract.same_call_twice", flashattn_case)
 
 
+def test_backward_twice(flashattn_check: RunCheck, flashattn_case: Case) -> None:
+    """The backward of one graph, run again (retain_graph), gives right gradients again: nothing saved is used up."""
+    flashattn_check("contract.backward_twice", flashattn_case)
+
+
 def test_a_then_b_then_a(flashattn_check: RunCheck, flashattn_case: Case) -> None:
     """A call of another shape and another content in between leaves no trace."""
     flashattn_check("contract.a_then_b_then_a", flashattn_case)

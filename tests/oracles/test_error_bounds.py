@@ -233,7 +233,7 @@ def test_limit_is_linear_in_lam() -> None:
 def test_arithmetic_of_a_dtype() -> None:
     half, single = Arithmetic.of(torch.float16), Arithmetic.of(torch.float32, tf32=True)
     assert (half.u_out, half.u_p, half.u_acc, half.tiny_out) == (2.0**-11, 2.0**-11, 2.0**-24, 2.0**-25)
-    assert (single.u_out, single.u_p, single.u_operand) == (2.0**-24, 2.0**-11, 2.0**-11)
+    assert (single.u_out, single.u_p, single.u_operand) == (2.0**-24, 2.0**-10, 2.0**-10)
     mixed = Arithmetic.of(torch.bfloat16, p_dtype=torch.float32)
     assert (mixed.u_out, mixed.u_p, mixed.u_operand) == (2.0**-8, 2.0**-24, 0.0)
     with pytest.raises(ValueError, match="tf32 is a way to multiply float32"):

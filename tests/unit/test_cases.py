@@ -42,7 +42,8 @@ def test_the_ids_of_the_documentation() -> None:
 @pytest.mark.parametrize(
     ("text", "part"),
     [("bf16-b2-x3", "'x3' is not understood"), ("bf16-b2-b3", "batch is given twice"),
-     ("bf16-h3-kv2", "not a multiple"), ("bf16-mask.zzzz", "zzzz"), ("bf16-q4-k8-qkv", "needs Lq == Lk"), ("bf16-wx.x", "no window")],
+     ("bf16-h3-kv2", "not a multiple"), ("bf16-holes", "needs one"),
+     ("bf16-mask.zzzz", "zzzz"), ("bf16-q4-k8-qkv", "needs Lq == Lk"), ("bf16-wx.x", "no window")],
 )  # fmt: skip
 def test_an_id_that_is_no_case_names_the_part(text: str, part: str) -> None:
     with pytest.raises(ValueError, match="case id") as error:

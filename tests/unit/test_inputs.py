@@ -25,6 +25,9 @@ def test_a_layout_changes_memory_and_not_values(layout: str, native: str) -> Non
         "qkv": q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr() and q.stride(2) == 8 * 16,
         "padded": bool(q.as_strided((q.stride(2) if native == "bhsd" else q.stride(1),), (1,)).isnan().any()),
         "unaligned": q.storage_offset() == 1 and q.data_ptr() % 16 != 0,
+        "headless": k.stride(1) == 0 and q.stride(0) == 0 and torch.equal(k[:, 0], k[:, 1]),
+        "mixed": (k.transpose(1, 2) if native == "bhsd" else k).is_contiguous()
+        and (q if native == "bhsd" else q.transpose(1, 2)).is_contiguous(),
         "expanded": k.stride(0) == 0 and torch.equal(k[0], k[1]),
         "dmajor": q.stride(3) != 1,
     }

@@ -9,6 +9,7 @@ import torch
 
 import oracles
 from pytest_flashattn import tolerances
+from pytest_flashattn.cases import Case
 from pytest_flashattn.judge import against_bound, against_noise, against_value, identical, ulp
 from pytest_flashattn.localise import where
 from pytest_flashattn.matrices import TableError
@@ -113,10 +114,17 @@ def test_json_round_trip() -> None:
     assert math.isnan(again.measures[0].ratio)
 
 
-def test_the_most_specific_row_decides() -> None:
-    assert tolerances.limits("o", "bf16", False, "normal").lam == 3.0
-    general, fp32 = (tolerances.limits("o", dtype, False, "normal").tensor for dtype in ("fp16", "fp32"))
-    assert fp32 > general
+def test_every_row_that_matches_applies_and_the_widest_counts() -> None:
+    plain, grouped = Case(), Case(heads=4, kv_heads=2)
+    assert tolerances.limits("o", plain).lam == 3.0
+    assert tolerances.limits("dk", grouped).tensor > tolerances.limits("dk", plain).tensor
+    assert tolerances.limits("o", grouped) == tolerances.limits("o", plain)
+    assert tolerances.limits("dk", Case(heads=4, kv_heads=2, dtype="fp32")) == tolerances.limits(
+        "o", Case(dtype="fp32")
+    )
+    constant = tolerances.limits("o", Case(family="constant"))
+    assert constant.tensor > tolerances.limits("o", plain).tensor
+    assert tolerances.limits("o", Case(scale=0.0)) == constant, "a scale of 0 makes every score equal"
 
 
 GOOD = '[[bound]]\nlam = 3.0\nwhy = ""\n[[noise]]\ntensor = 1.5\nblock = 2.0\nwhy = ""\n'
@@ -130,11 +138,6 @@ GOOD = '[[bound]]\nlam = 3.0\nwhy = ""\n[[noise]]\ntensor = 1.5\nblock = 2.0\nwh
         (GOOD.replace("3.0", '"3"'), "must be a positive number"),
         (GOOD.replace("3.0", "-1"), "must be a positive number"),
         (GOOD.replace('why = ""', "", 1), "needs a `why`"),
-        (GOOD + '[[bound]]\nlam = 4.0\nwhy = ""\n', "equally well"),
-        (
-            GOOD + '[[bound]]\nquantity = "o"\nlam = 4.0\nwhy = ""\n[[bound]]\ndtype = "fp16"\nlam = 4.0\nwhy = ""\n',
-            "equally well",
-        ),
         (GOOD.replace("[[bound]]", '[[bound]]\nquantity = "o"'), "one row without keys"),
         ("lam = ", "not valid TOML"),
     ],
