@@ -159,13 +159,17 @@ def _blocks(q: Tensor, k: Tensor, rows_per_block: int | None) -> Iterator[tuple[
     """Batches, key heads and query rows that are evaluated together."""
     (b, hq, lq, _), (_, hkv, lk, _) = q.shape, k.shape
     elements = 2**19 if q.device.type == "cpu" else 2**25
-    together = b * hq * max(lk, 1) * 32 <= elements
-    rows = rows_per_block or max(16, elements // ((b * hq if together else hq // hkv) * max(lk, 1) or 1))
+    batches = elements // (32 * hq * max(lk, 1) or 1)  # how many of which 32 rows of all heads fit together
+    if batches >= 1:
+        batches = min(batches, b)
+        heads_together = batches * hq
+        groups = [(slice(i, min(i + batches, b)), slice(0, hkv)) for i in range(0, b, max(batches, 1))]
+    else:
+        heads_together = hq // hkv
+        groups = [(slice(i, i + 1), slice(h, h + 1)) for i in range(b) for h in range(hkv)]
+    rows = rows_per_block or max(16, elements // (heads_together * max(lk, 1) or 1))
     if rows < 1:
         raise ValueError(f"rows_per_block must be at least 1, got {rows_per_block}")
-    groups = [(slice(0, b), slice(0, hkv))]
-    if not together:
-        groups = [(slice(i, i + 1), slice(h, h + 1)) for i in range(b) for h in range(hkv)]
     for batch, heads in groups:
         for start in range(0, lq, rows):
             yield batch, heads, slice(start, min(start + rows, lq))

@@ -42,24 +42,32 @@ def sdpa_efficient(
 
 def sdpa_cudnn(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None) -> Tensor:
     """cuDNN's fused attention through PyTorch. Its causal diagonal is PyTorch's: top-left."""
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        return torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-        )
+    return _forced(SDPBackend.CUDNN_ATTENTION, q, k, v, None, causal, scale)
 
 
 def _sdpa(
     backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, bias: Tensor | None = None
 ) -> Tensor:
-    mask: Any = bias
     if causal and bias is not None:
         raise NotImplementedError("causal together with a bias")
     if causal and q.shape[2] != k.shape[2]:
-        mask, causal = causal_lower_right(q.shape[2], k.shape[2]), False
-    with sdpa_kernel(backend):
-        return torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        return _forced(backend, q, k, v, causal_lower_right(q.shape[2], k.shape[2]), False, scale)
+    return _forced(backend, q, k, v, bias, causal, scale)
+
+
+def _forced(
+    backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor, mask: Any, causal: bool, scale: float | None
+) -> Tensor:
+    try:
+        with sdpa_kernel(backend):
+            return torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+            )
+    except RuntimeError as error:
+        # PyTorch's way to say that the backend does not serve this problem.
+        if "No available kernel" in str(error):
+            raise NotImplementedError(f"{backend.name}: no available kernel") from error
+        raise
 
 
 def _declared(extra: set[str], **rest: Any) -> Support:

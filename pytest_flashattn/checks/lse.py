@@ -20,5 +20,6 @@ def matches_oracle(implementation: Implementation, case: Case) -> Verdict:
 def gradient_flows_through_lse(implementation: Implementation, case: Case) -> Verdict:
     """Gradients of a loss that uses both the output and the log-sum-exp."""
     inputs = inputs_for(implementation, case)
-    outputs = attempt.backward(implementation, inputs, lse_gradient=True)
+    wrt = attempt.differentiable(implementation, inputs)
+    outputs = attempt.backward(implementation, inputs, wrt=wrt, lse_gradient=True)
     return Verdict.of(judge(implementation, inputs, outputs, lse_gradient=True))

@@ -1,0 +1,1 @@
+"""Implementations on purpose wrong (mutants) and unusual but right (equivalents): the trial of the suite itself."""

@@ -1,0 +1,10 @@
+"""All mutants: MUTANTS maps a name to its Mutant, whose `make()` gives a fresh broken implementation."""
+
+from __future__ import annotations
+
+from . import mutants_backward, mutants_contract, mutants_features, mutants_mask, mutants_numerics, mutants_shape
+from .registry import MUTANTS, Mutant
+
+FAMILIES = (mutants_shape, mutants_mask, mutants_numerics, mutants_backward, mutants_features, mutants_contract)
+
+__all__ = ["FAMILIES", "MUTANTS", "Mutant"]

@@ -1,0 +1,68 @@
+"""The suite fails every mutant and passes every equivalent, on a CPU, in about a minute."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from pytest_flashattn import trial
+from pytest_flashattn.chapters import CHAPTERS
+
+from .equivalents import EQUIVALENTS, Equivalent
+from .mutants import MUTANTS, Mutant
+from .trial import first_kill, implementation, posed
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiles are small: threads cost more than they give, and much more when other tests run beside."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def _mutants() -> Iterator[object]:
+    for mutant in MUTANTS.values():
+        marks = [pytest.mark.xfail(strict=True, reason=f"survives: {mutant.survives}")] if mutant.survives else []
+        yield pytest.param(mutant, id=mutant.name, marks=marks)
+
+
+@pytest.mark.parametrize("mutant", list(_mutants()))
+def test_suite_fails_mutant(mutant: Mutant) -> None:
+    """Smoke kills it, or else the default cases of the chapter that is there for it; and its fault was executed.
+
+    A survivor that is killed now turns this red (strict xfail): take the `survives` of that mutant away.
+    """
+    kill = first_kill(mutant)
+    assert kill is not None, f"{mutant.name} survives: {mutant.about}"
+    assert kill.core.reached, (
+        f"{kill.check} [{kill.case.id}] failed {mutant.name} although its fault was never executed"
+    )
+
+
+@pytest.mark.parametrize("equivalent", [pytest.param(e, id=e.name) for e in EQUIVALENTS.values()])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_suite_passes_equivalent(equivalent: Equivalent, seed: int) -> None:
+    """No false alarm on the smoke matrix, nor on every eleventh default case of modest size."""
+    subject = implementation(equivalent.make(), equivalent.convention)
+    default = (pair for chapter in CHAPTERS for pair in posed("default", chapter, seed))
+    modest = [(check, case) for check, case in default if case.batch * case.heads * case.q * case.k <= 2**17]
+    smoke = (pair for chapter in CHAPTERS for pair in posed("smoke", chapter, seed))
+    verified, failures = 0, []
+    for check, case in itertools.chain(smoke, modest[seed::11]):
+        verdict = trial.run_check(check, subject, case)
+        verified += verdict.status == "verified"
+        if verdict.status == "failed":
+            failures.append(f"{check} [{case.id}] seed {seed}: {verdict.text()}")
+    assert not failures, f"{len(failures)} false alarms; the first:\n" + "\n".join(failures[:3])
+    assert verified >= 12
+
+
+def test_every_killer_exists() -> None:
+    """A mutant names a chapter or a check that is there, so that nobody looks for its death in vain."""
+    for mutant in MUTANTS.values():
+        assert list(posed("smoke", mutant.killer)), f"{mutant.name}: {mutant.killer} poses no case"
