@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--matrix", default="default", choices=matrices.LEVELS)
     parser.add_argument("--seeds", type=int, default=1, help="how many seeds, from 0")
     parser.add_argument("--limit", type=float, default=float("inf"), help="stop after this many seconds (whole seeds)")
-    parser.add_argument("--skip", default="", help="glob over case ids to leave out (cases that break the CUDA context)")
+    parser.add_argument("--skip", default="", help="glob over case ids to leave out, which break the context")
     parser.add_argument("--out", required=True, type=Path)
     arguments = parser.parse_args()
 

@@ -24,6 +24,7 @@ def forward(implementation: Implementation, inputs: Inputs, *, lse: bool = False
     _poison(inputs, fill, gradients=False)
     with torch.no_grad():
         o, log_sum = implementation.call(inputs.q, inputs.k, inputs.v, inputs.options(), return_lse=lse)
+    _settle(implementation)
     _unchanged(inputs, before)
     return _named(o, log_sum)
 
@@ -71,6 +72,7 @@ def backward(
         raise
     except Exception as error:
         raise ImplementationError(f"in backward: {implementation.raised(error)}") from error
+    _settle(implementation)
     _unchanged(inputs, before)
     outputs = _named(o.detach(), None if log_sum is None else log_sum.detach())
     for name, gradient in zip(leaves, gradients, strict=True):
@@ -93,6 +95,16 @@ def differentiable(implementation: Implementation, inputs: Inputs) -> tuple[str,
 
 def _named(o: Tensor, lse: Tensor | None) -> Outputs:
     return {"o": o} if lse is None else {"o": o, "lse": lse}
+
+
+def _settle(implementation: Implementation) -> None:
+    """Wait for the device, so that an error of this call is not blamed on the next thing that touches it."""
+    if implementation.device.type != "cuda":
+        return
+    try:
+        torch.cuda.synchronize(implementation.device)
+    except RuntimeError as error:
+        raise ImplementationError(f"after the call the device reports {implementation.raised(error)}") from error
 
 
 def _snapshot(inputs: Inputs) -> dict[str, Tensor]:

@@ -334,7 +334,9 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]) -> dict[s
         if bias.dtype == torch.bool:
             mask, bias = bias, None
 
-    if mask is not None:
+    if not (lq and lk):
+        pass  # nothing to mask, and create_block_mask does not take empty lengths
+    elif mask is not None:
         near = _band(lq, lk, left, right)
         seen = lambda b, h, i, j: near(b, h, i, j) & mask[b, h, i, j]  # noqa: E731
         said["block_mask"] = create_block_mask(seen, batch, heads, lq, lk, device=q.device)

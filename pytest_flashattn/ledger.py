@@ -106,7 +106,7 @@ class Ledger:
     def _counts(self, spec: str | None, total: dict[str, int], named: bool) -> list[str]:
         parts = [f"{total['failed']} failed"] if total["failed"] else []
         parts += [f"{total['verified']} verified"] if named or total["verified"] else []
-        parts += [f"{self.own_passed} own passed"] if self.own_passed else []
+        parts += [f"{self.own_passed} of your own tests passed"] if self.own_passed else []
         for status in ("declared", "unmet"):
             what = self._what(spec, status)
             parts.append(f"{total[status]} {status}" + (f" ({what})" if what else ""))

@@ -60,7 +60,7 @@ def _device(text: str) -> str:
 
 def _seed(text: str) -> int:
     if not re.fullmatch(r"\d{1,18}", text):
-        raise ValueError(f"{text!r} is no seed; a seed is a whole number from 0 on")
+        raise ValueError(f"{text!r} is no seed; write a whole number, 0 or more")
     return int(text)
 
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
-from torch.nn.attention.flex_attention import flex_attention
 
 from .support import Support
 
@@ -23,6 +22,9 @@ def sdpa_flash(
 ) -> Any:
     """FlashAttention-2 through PyTorch. q (B, Hq, Lq, D), k and v (B, Hkv, Lk, D); out, or (out, lse (B, Hq, Lq))."""
     if return_lse:
+        # The raw operator has none of the guards and paddings of the public function.
+        if not q.numel() or not k.numel() or q.shape[-1] % 8 or not all(x.stride(-1) == 1 for x in (q, k, v)):
+            raise NotImplementedError("log-sum-exp of empty, non-contiguous or odd head dims")
         group = q.shape[1] // k.shape[1]
         if group > 1:
             k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
@@ -82,12 +84,46 @@ sdpa_cudnn.__flashattn__ = _declared(  # type: ignore[attr-defined]
     {"gqa", "dv"}, dtypes=_HALF, max_head_dim=256, alignment="top-left"
 )
 
-_flex = torch.compile(flex_attention, dynamic=False)
+
+@functools.cache
+def _compiled() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
 
 
-@functools.wraps(flex_attention)
-def flex_compiled(*args: Any, **keywords: Any) -> Any:
+def flex_compiled(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Any = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Any = None,
+    *,
+    return_aux: Any = None,
+) -> Any:
     """flex_attention compiled, as its documentation says to use it: every new shape compiles, seconds each on a GPU."""
-    # A suite has more shapes than dynamo's limit, behind which it would silently fall back to the eager form.
-    with torch._dynamo.config.patch(recompile_limit=100_000, accumulated_recompile_limit=100_000):
-        return _flex(*args, **keywords)
+    import torch._dynamo
+    import torch._functorch.config
+
+    # A suite has more shapes than dynamo's limit, behind which it would silently fall back to the eager form; and a
+    # graph whose backward runs twice must keep its buffers.
+    with (
+        torch._dynamo.config.patch(recompile_limit=100_000, accumulated_recompile_limit=100_000),
+        torch._functorch.config.patch(donated_buffer=False),
+    ):
+        return _compiled()(
+            query,
+            key,
+            value,
+            score_mod,
+            block_mask,
+            scale,
+            enable_gqa,
+            return_lse,
+            kernel_options,
+            return_aux=return_aux,
+        )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -81,7 +82,10 @@ class State:
         """The implementation of this short name, loaded once. Raises ValueError with one sentence if it cannot be."""
         if name not in self._loaded:
             _make_importable(self.config)
-            from . import implementation
+            with warnings.catch_warnings():
+                # torch warns at its import (without numpy, say): under -W error that would end the session.
+                warnings.simplefilter("ignore")
+                from . import implementation
 
             if self.is_worker:
                 _share_cores(self.config)

@@ -43,7 +43,7 @@ class Measure:
         """The measure as one line of a failure report."""
         if self.rule.startswith("noise"):
             where = "over the tensor" if self.rule == "noise" else "in the worst block of 128 rows"
-            times = f"{self.ratio * self.limit:.3g} x that of its own arithmetic"
+            times = f"{self.ratio * self.limit:.3g} x that of an emulator with the same roundings"
             return f"{self.quantity}: RMS error {where} is {times}, limit {self.limit:g}"
         what = "differ" if self.rule == "exact" else "beyond the bound"
         text = f"{self.quantity}: {self.beyond:,} of {self.total:,} elements {what}"
@@ -51,7 +51,7 @@ class Measure:
             return text
         w = self.worst
         if math.isnan(w["got"]):
-            return f"{text}; NaN at {w['index']}, want {w['want']:.6g}"
+            return f"{text}; the first NaN is at {w['index']}, want {w['want']:.6g}"
         text += f"; worst {self.ratio:.3g} x the limit" if math.isfinite(self.ratio) else "; the worst"
         text += (
             f" at {w['index']}: got {w['got']:.6g}, want {w['want']:.6g}, {w['error']:.3g} off ({w['ulps']:.3g} ulp)"

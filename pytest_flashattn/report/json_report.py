@@ -6,6 +6,7 @@ file itself appears in one step when the run ends, however it ends, and the jour
 
 from __future__ import annotations
 
+import datetime
 import functools
 import json
 import os
@@ -61,6 +62,7 @@ def document(run: State, ledger: Ledger, *, finished: bool) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "complete": finished,
+        "date": datetime.date.today().isoformat(),
         "versions": versions(),
         "machine": {"device": device[2], "kind": device[0], "gpu": device[1] if device[0] == "cuda" else None,
                     "platform": platform.platform()},

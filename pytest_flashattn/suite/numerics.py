@@ -12,7 +12,7 @@ def test_matches_oracle(flashattn_check: RunCheck, flashattn_case: Case) -> None
 
 
 def test_one_key(flashattn_check: RunCheck, flashattn_case: Case) -> None:
-    """A softmax over one key is 1: the output is that key's value to the bit, and dq and dk vanish against dv."""
+    """A softmax over one key is 1: the output is its value (16 bits: to the bit), dq and dk vanish against dv."""
     flashattn_check("numerics.one_key", flashattn_case)
 
 

@@ -36,7 +36,7 @@ def test_own_markers_on_a_gpu(pytester: pytest.Pytester, trial: Run, monkeypatch
     result = trial(None, matrix=None)
     assert result.parseoutcomes() == {"passed": 1, "unmet": 3}
     assert result.ret == 0
-    assert last_line(result) == "flashattn: 1 own passed, 0 declared, 3 unmet (sm90, fp8)"
+    assert last_line(result) == "flashattn: 1 of your own tests passed, 0 declared, 3 unmet (sm90, fp8)"
 
 
 def test_laptop_run_of_a_whole_repository_stays_green(pytester: pytest.Pytester, trial: Run) -> None:

@@ -195,4 +195,4 @@ def test_users_own_marks_have_the_last_word(pytester: pytest.Pytester, trial: Ru
     result = trial("bad", "test_users_own_marks_have_the_last_word.py")
     assert result.parseoutcomes() == {"xfailed": 1, "skipped": 1, "passed": 2}
     assert result.ret == 0
-    assert last_line(result) == "conformant: 1 verified, 1 own passed, 0 declared, 0 unmet"
+    assert last_line(result) == "conformant: 1 verified, 1 of your own tests passed, 0 declared, 0 unmet"

@@ -12,7 +12,7 @@ from conftest import Run, error, load_json
     [
         ("--flashattn-matrix=huge", "--flashattn-matrix: 'huge' is none of smoke, default, full"),
         ("--flashattn-suite=maybe", "--flashattn-suite: 'maybe' is none of auto, always, never"),
-        ("--flashattn-seed=-1", "--flashattn-seed: '-1' is no seed; a seed is a whole number from 0 on"),
+        ("--flashattn-seed=-1", "--flashattn-seed: '-1' is no seed; write a whole number, 0 or more"),
         ("--flashattn-device=tpu", "--flashattn-device: 'tpu' is no device; write auto, cpu, cuda or cuda:N"),
         ("--flashattn-timeout=soon", "--flashattn-timeout: 'soon' is no number of seconds"),
         ("--flashattn-require=sm90,bakward", "--flashattn-require: unknown bakward; known: causal, "),

@@ -1,0 +1,37 @@
+"""The table of docs/accuracy.md: the largest lambda and noise that real implementations needed, from calibration files.
+
+python measurements/evidence.py measurements/*/calibration-*.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+QUANTITIES = ("o", "lse", "dq", "dk", "dv")
+
+
+def main(paths: list[str]) -> None:
+    print("| implementation, device, seeds | rule | " + " | ".join(QUANTITIES) + " |")
+    print("|---|---|" + "---|" * len(QUANTITIES))
+    for path in paths:
+        report = json.loads(Path(path).read_text(encoding="utf-8"))
+        name = report["implementation"].partition(",")[0].rpartition(":")[2]
+        label = f"{name}, {report['device']}, {report['seeds']}"
+        for rule, title in (("bound", "λ"), ("noise", "noise"), ("noise-block", "noise, block")):
+            for dtypes in (("bf16", "fp16"), ("fp32",)):
+                largest = {}
+                for key, entry in report["maxima"].items():
+                    found, quantity, dtype, _, family = key.split()
+                    # Underflow in fp16 and equal scores have rows of their own in tolerances.toml.
+                    special = family in ("tiny", "constant") and rule != "bound"
+                    if found == rule and dtype in dtypes and not special:
+                        largest[quantity] = max(largest.get(quantity, 0.0), entry["value"])
+                if largest:
+                    cells = " | ".join(f"{largest[q]:.2f}" if q in largest else "–" for q in QUANTITIES)
+                    print(f"| {label} | {title}, {'/'.join(dtypes)} | {cells} |")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
