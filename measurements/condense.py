@@ -2,8 +2,8 @@
 
     python measurements/condense.py OUT.json REPORT.json [REPORT.json.partial …]
 
-Several reports of one implementation are joined, the later one deciding a case that both have; `.partial` is the journal
-that a cut-short run leaves (one JSON record a line).
+Several reports of one implementation are joined, the later one deciding a case that both have; `.partial` is the
+journal that a cut-short run leaves (one JSON record a line).
 """
 
 from __future__ import annotations

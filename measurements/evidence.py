@@ -12,11 +12,12 @@ from pathlib import Path
 QUANTITIES = ("o", "lse", "dq", "dk", "dv")
 
 
-def main(paths: list[str]) -> None:
-    print("| implementation, device, seeds | rule | " + " | ".join(QUANTITIES) + " |")
-    print("|---|---|" + "---|" * len(QUANTITIES))
+def table(paths: list[Path]) -> list[str]:
+    """The lines of the table, a row for each implementation, rule and width of dtype."""
+    lines = ["| implementation, device, seeds | rule | " + " | ".join(QUANTITIES) + " |"]
+    lines.append("|---|---|" + "---|" * len(QUANTITIES))
     for path in paths:
-        report = json.loads(Path(path).read_text(encoding="utf-8"))
+        report = json.loads(path.read_text(encoding="utf-8"))
         name = report["implementation"].partition(",")[0].rpartition(":")[2]
         label = f"{name}, {report['device']}, {report['seeds']}"
         for rule, title in (("bound", "λ"), ("noise", "noise"), ("noise-block", "noise, block")):
@@ -30,8 +31,9 @@ def main(paths: list[str]) -> None:
                         largest[quantity] = max(largest.get(quantity, 0.0), entry["value"])
                 if largest:
                     cells = " | ".join(f"{largest[q]:.2f}" if q in largest else "–" for q in QUANTITIES)
-                    print(f"| {label} | {title}, {'/'.join(dtypes)} | {cells} |")
+                    lines.append(f"| {label} | {title}, {'/'.join(dtypes)} | {cells} |")
+    return lines
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    print("\n".join(table([Path(path) for path in sys.argv[1:]])))

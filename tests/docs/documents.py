@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/guide.md", "docs/accuracy.md")
-ALL_PAGES = (*PAGES, "docs/architecture.md", "CONTRIBUTING.md")
+ALL_PAGES = (*PAGES, "docs/architecture.md", "docs/findings.md", "CONTRIBUTING.md")
 
 BLOCK = re.compile(
     r"(?:^<!-- (?P<mark>[^>]*?) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL

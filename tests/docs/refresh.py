@@ -15,6 +15,9 @@ from pathlib import Path
 
 from documents import ROOT, blocks, read
 
+sys.path.insert(0, str(ROOT / "measurements"))
+from evidence import table as evidence
+
 from pytest_flashattn.chapters import CHAPTERS
 from pytest_flashattn.conventions import CONVENTIONS
 from pytest_flashattn.features import FEATURES
@@ -31,6 +34,7 @@ def tables() -> dict[str, list[str]]:
         "chapters": _table("chapter", "what is judged", CHAPTERS.items()),
         "conventions": _table("convention", "call", ((n, c.summary) for n, c in CONVENTIONS.items())),
         "features": _table("feature", "what it means", FEATURES.items()),
+        "evidence": evidence(sorted(ROOT.glob("measurements/*/calibration-*.json"))),
         "options": _table("option", "what it says", ((f"{o.flag}={o.metavar}", _meaning(o)) for o in OPTIONS)),
     }
 
