@@ -116,7 +116,7 @@ class Implementation:
     def _unpack(self, returned: Any, return_lse: bool) -> tuple[Any, Any]:
         """(out, lse) of what the function returned; neither is checked yet."""
         if returned is None:
-            raise ImplementationError("returned None; expected its output, also of one that fills a buffer")
+            raise ImplementationError("returned None; an implementation returns its output, even if it fills a buffer")
         packed = isinstance(returned, (tuple, list))
         values = list(returned) if packed else [returned]
         wanted = 2 if return_lse else 1

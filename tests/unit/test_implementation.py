@@ -185,7 +185,7 @@ def test_what_the_contract_asks_for_is_returned_as_it_is():
 @pytest.mark.parametrize(
     ("value", "sentence"),
     [
-        (None, "returned None; expected its output, also of one that fills a buffer"),
+        (None, "returned None; an implementation returns its output, even if it fills a buffer"),
         ("text", "returned a str as out; expected a tensor"),
         ((OUT,), "returned a tuple of 1; expected one tensor, since return_lse was not given"),
         ((OUT, LSE), "returned a tuple of 2; expected one tensor, since return_lse was not given"),
