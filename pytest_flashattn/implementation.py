@@ -23,8 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .conventions import CONVENTIONS, Convention, declared, infer, layers, relayout
+from .conventions import Convention, declared, layers, relayout
 from .features import DTYPES, FEATURES
+from .known_apis import CONVENTIONS, infer
 from .support import Support
 
 

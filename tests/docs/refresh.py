@@ -19,8 +19,8 @@ sys.path.insert(0, str(ROOT / "measurements"))
 from evidence import table as evidence
 
 from pytest_flashattn.chapters import CHAPTERS
-from pytest_flashattn.conventions import CONVENTIONS
 from pytest_flashattn.features import FEATURES
+from pytest_flashattn.known_apis import CONVENTIONS
 from pytest_flashattn.options import OPTIONS, Option
 
 SDPA = "torch.nn.functional:scaled_dot_product_attention"

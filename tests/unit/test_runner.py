@@ -16,7 +16,9 @@ def right(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool = F
     k, v = (x.float().repeat_interleave(group, 1) for x in (k, v))
     s = q.float() @ k.mT * q.shape[-1] ** -0.5
     if causal:
-        s = s.masked_fill(~torch.ones(s.shape[-2:], dtype=torch.bool).tril(s.shape[-1] - s.shape[-2]), -torch.inf)
+        s = s.masked_fill(
+            ~torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).tril(s.shape[-1] - s.shape[-2]), -torch.inf
+        )
     return (s.softmax(-1).nan_to_num() @ v).to(q.dtype)
 
 
