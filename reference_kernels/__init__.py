@@ -1,1 +1,42 @@
-"""Reference attention kernels (distribution: pytest-flashattn). None is bundled yet."""
+"""Reference attention kernels in Triton, to read, to use and to compare with (distribution: pytest-flashattn).
+
+    from reference_kernels import flash_attention          out = flash_attention(q, k, v, causal=True)
+
+Read them in this order:
+
+    naive           the definition, S and P in memory: what the others avoid
+    online          softmax in one pass: the step and the merge
+    scores          scale, softcap, ALiBi, bias, masks
+    forward         FlashAttention-2's forward
+    causal          which tiles a mask touches
+    backward        recomputation: backward_kv (dK, dV), backward_q (dQ), bias_gradient
+
+Around them `tiles` (loads and products), `configs` (tile sizes), `launch` (arguments), `cases` (for the compile lane),
+`ops` (operators of torch) and `api` (the public function). `python -m reference_kernels.forward` runs one by itself.
+
+Importing the package imports neither torch nor Triton, needs no GPU and compiles nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .api import Availability, available, flash_attention
+    from .naive import naive_attention
+
+_HOMES = {"Availability": "api", "available": "api", "flash_attention": "api", "naive_attention": "naive"}
+
+__all__ = ["Availability", "available", "flash_attention", "naive_attention"]
+
+
+def __getattr__(name: str) -> Any:
+    # Loaded on first use: `python -m reference_kernels.forward` chooses the interpreter before Triton is imported.
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

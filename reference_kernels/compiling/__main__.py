@@ -1,0 +1,7 @@
+"""python -m reference_kernels.compiling"""
+
+import sys
+
+from .command import main
+
+sys.exit(main())
