@@ -33,11 +33,10 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from reference_kernels.naive import naive_attention
-
 import oracles
 from pytest_flashattn import peers
 from reference_kernels import flash_attention
+from reference_kernels.naive import naive_attention
 
 TOKENS, HIDDEN = 16384, 2048
 FLUSH_BYTES = 256 << 20  # several times the L2 of any GPU
