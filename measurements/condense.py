@@ -9,12 +9,15 @@ journal that a cut-short run leaves (one JSON record a line).
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 KEPT = ("id", "status", "reason")
+ABSOLUTE = re.compile(r"/(?:[\w.+-]+/)+([\w.+-]+/[\w.+-]+\.py)")
+"""Where on some machine a file lay; its folder and name say enough."""
 
 
 def main(out: str, *sources: str) -> None:
@@ -34,7 +37,8 @@ def main(out: str, *sources: str) -> None:
     merged["results"] = [_short(record) for record in records.values()]
     lines = ",\n".join(json.dumps(record) for record in merged.pop("results"))
     head = json.dumps(merged, indent=1)[:-2]
-    Path(out).write_text(f'{head},\n "results": [\n{lines}\n]\n}}\n', encoding="utf-8")
+    text = f'{head},\n "results": [\n{lines}\n]\n}}\n'
+    Path(out).write_text(ABSOLUTE.sub(r"\1", text), encoding="utf-8")
     print(out, merged["totals"])
 
 
