@@ -23,6 +23,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from condense import ABSOLUTE
+
 from pytest_flashattn import matrices, trial
 from pytest_flashattn.chapters import CHAPTERS
 from pytest_flashattn.checks.registry import checks_of
@@ -84,7 +86,7 @@ def main() -> None:
         "failures": failures,
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    arguments.out.write_text(ABSOLUTE.sub(r"\1", json.dumps(report, indent=1)) + "\n", encoding="utf-8")
     overall: dict[str, float] = {}
     for key, entry in maxima.items():
         rule, quantity, dtype, group, _ = key.split()
