@@ -148,8 +148,7 @@ def backward_tile(
     delta = products.sum(-1, keepdim=True)
     push = -delta if dlse is None else dlse[..., None] - delta
     flushed = p.new_full((), min(a.tiny_p, _FLUSHED))
-    # Some kernels fold the scale, as it is or to base 2, into dS before they round it.
-    tiny_ds = max(1.0, math.log2(math.e) / abs(scale)) if scale else 1.0
+    tiny_ds = max(1.0, 1 / abs(scale)) if scale else 1.0  # some kernels fold the scale into dS before they round it
     own = torch.addcmul(flushed * tiny_ds, eps_dp, p)
     rounding = (do * (1.05 * a.u_out * fw.o.abs() + a.tiny_out)).square().sum(-1, keepdim=True)
     e_delta = torch.sqrt((fw.e * dp).square_().sum(-1, keepdim=True) + own.square().sum(-1, keepdim=True) + rounding)

@@ -52,7 +52,7 @@ Delta uses the rounded o. An error of p_j moves o along v_j, hence Delta by do.v
 The term with eps_dP is for kernels that compute Delta as sum_j p dP. dS has errors of its own and p e_Delta, which its
 row shares:
     e_dS^2   = ((r p + min(p, tiny_p)) (dP + g))^2 + (u_p dS)^2 + (p eps_dP)^2
-               then e_dS + min(|dS|, tiny_p max(1, log2(e)/|scale|))
+               then e_dS + min(|dS|, tiny_p max(1, 1/|scale|))
 Twice u_p and tiny_p: the memory-efficient kernel multiplies P as rounded, others fp32. 1/|scale|: some fold it in.
 Rows share the sign of some errors of Delta, those of truncation and, where attention is so flat that their outputs are
 nearly the same, that of rounding o; over queries these are no random walk, but a sum with its sign:

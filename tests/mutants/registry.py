@@ -19,7 +19,6 @@ class Mutant:
     """name, number: as in the catalogue of mutants, distilled from public bug reports of attention kernels; 0: our own.
 
     make: a fresh implementation. killer: the chapter, or "chapter.check", that ought to fail it.
-    survives: what the suite lacks to see it; empty for all that it must kill.
     """
 
     name: str
@@ -27,19 +26,18 @@ class Mutant:
     killer: str
     make: Callable[[], Core]
     about: str
-    survives: str = ""
 
 
 MUTANTS: dict[str, Mutant] = {}
 
 
-def mutant(number: int, killer: str, *, survives: str = "") -> Callable[[C], C]:
+def mutant(number: int, killer: str) -> Callable[[C], C]:
     """Register a subclass of Core under its own name in snake case; its docstring says what is wrong with it."""
 
     def register(cls: C) -> C:
         name = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
         assert name not in MUTANTS, name
-        MUTANTS[name] = Mutant(name, number, killer, cls, (cls.__doc__ or "").strip(), survives)
+        MUTANTS[name] = Mutant(name, number, killer, cls, (cls.__doc__ or "").strip())
         return cls
 
     return register

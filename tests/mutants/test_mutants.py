@@ -25,18 +25,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def _mutants() -> Iterator[object]:
-    for mutant in MUTANTS.values():
-        marks = [pytest.mark.xfail(strict=True, reason=f"survives: {mutant.survives}")] if mutant.survives else []
-        yield pytest.param(mutant, id=mutant.name, marks=marks)
-
-
-@pytest.mark.parametrize("mutant", list(_mutants()))
+@pytest.mark.parametrize("mutant", [pytest.param(m, id=m.name) for m in MUTANTS.values()])
 def test_suite_fails_mutant(mutant: Mutant) -> None:
-    """Smoke kills it, or else the default cases of the chapter that is there for it; and its fault was executed.
-
-    A survivor that is killed now turns this red (strict xfail): take the `survives` of that mutant away.
-    """
+    """Smoke kills it, or else the default cases of the chapter that is there for it; and its fault was executed."""
     kill = first_kill(mutant)
     assert kill is not None, f"{mutant.name} survives: {mutant.about}"
     assert kill.core.reached, (

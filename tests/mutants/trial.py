@@ -79,7 +79,7 @@ def main(names: list[str]) -> None:
         kill = first_kill(mutant)
         seconds = f"{time.perf_counter() - started:.1f}"
         if kill is None:
-            why = f"SURVIVES: {mutant.survives or 'no reason known'}"
+            why = f"SURVIVES: {mutant.about}"
             print(f"| {mutant.name} | {mutant.number or '–'} | {why} | | | | | {seconds} |", flush=True)
             continue
         killed += 1
