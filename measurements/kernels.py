@@ -1,15 +1,18 @@
 """Measure the reference kernels on a GPU against PyTorch's SDPA backends in the same process; one JSON file.
 
-    python measurements/kernels.py --out measurements/h200/kernels.json [--only speed,memory,repeats,offsets,exp2]
+    python measurements/kernels.py --out measurements/h200/kernels.json [--only speed,memory]
 
 speed    forward and backward, 16k tokens, hidden 2048, N 512 … 16384, D 64 and 128, causal and not: TFLOP/s and ratios
 memory   peak memory of naive against flash over N (the chapter's table)
 repeats  1000 calls, forward and backward, bit-identical
 offsets  tensors past 2**31 elements, checked on sampled rows against the streaming oracle
 exp2     a register-bound loop of exp against exp2 with log2(e) folded into the scale
+graphs   a CUDA graph replayed, and torch.compile with Inductor, against eager calls
+launch   microseconds that one forward call keeps the host busy
 
-Each launch is timed alone with CUDA events after the L2 cache was flushed; all candidates of a cell take turns, round
-by round, and the median of each counts. The ratio to a peer of the same run is the result, since absolute numbers vary.
+Each launch is timed alone with CUDA events after the L2 cache was flushed and a spin that hides the host's share; all
+candidates of a cell take turns, round by round, and the median of each counts. The ratio to a peer of the same run is
+the result, since absolute numbers vary.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import math
 import platform
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from datetime import date
 from functools import partial
@@ -40,6 +44,7 @@ from reference_kernels.naive import naive_attention
 
 TOKENS, HIDDEN = 16384, 2048
 FLUSH_BYTES = 256 << 20  # several times the L2 of any GPU
+SPIN_CYCLES = 1_000_000  # about half a millisecond: longer than a call takes on the host
 Call = Callable[[], object]
 
 
@@ -53,6 +58,7 @@ class Clock:
         """Milliseconds of one call."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.scratch.zero_()
+        torch.cuda._sleep(SPIN_CYCLES)  # the launch is in the queue before its turn comes: device time alone
         start.record()
         call()
         end.record()
@@ -192,10 +198,62 @@ def exp2(clock: Clock) -> dict[str, Any]:
     return times | {"ratio": times["exp"] / times["exp2"]}
 
 
+def launch(calls: int = 200) -> dict[str, float]:
+    """Microseconds of host time of a forward call on a small problem: the median of `calls`, nothing waited for."""
+    q, k, v = (torch.randn(1, 4, 128, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    found = {}
+    for name, function in (
+        ("flash_attention", flash_attention),
+        ("fa2", peers.sdpa_flash),
+        ("cudnn", peers.sdpa_cudnn),
+    ):
+        taken = []
+        for repeat in range(calls + 20):
+            began = time.perf_counter()
+            function(q, k, v, causal=True)
+            if repeat >= 20:
+                taken.append(1e6 * (time.perf_counter() - began))
+            torch.cuda.synchronize()
+        found[name] = round(statistics.median(taken), 1)
+    print("host time of a forward call, us:", found, flush=True)
+    return found
+
+
+def graphs() -> dict[str, Any]:
+    """A CUDA graph of forward and backward, replayed on new inputs: bit-identical to eager calls?"""
+    q, k, v, do = (torch.randn(2, 4, 300, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def call() -> tuple[Tensor, ...]:
+        o = flash_attention(*leaves, causal=True)
+        return (o.detach(), *torch.autograd.grad(o, leaves, do))
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        static = call()
+    with torch.no_grad():
+        for x in (*leaves, do):
+            x.copy_(torch.randn_like(x))
+    graph.replay()
+    same = [torch.equal(a, b) for a, b in zip(static, call(), strict=True)]
+    compiled = torch.compile(flash_attention, fullgraph=True)
+    inductor = torch.equal(compiled(*leaves, causal=True), flash_attention(*leaves, causal=True))
+    print(f"graphs: replay equals eager {same}; torch.compile with Inductor equals eager {inductor}", flush=True)
+    return {"replay_equals_eager": all(same), "inductor_equals_eager": inductor}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True, type=Path)
-    parser.add_argument("--only", default="speed,memory,repeats,offsets,exp2", help="parts, separated by commas")
+    parser.add_argument(
+        "--only", default="speed,memory,repeats,offsets,exp2,launch,graphs", help="parts, separated by commas"
+    )
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("this machine has no CUDA device; every part measures one")
@@ -207,6 +265,8 @@ def main() -> None:
         "repeats": repeats,
         "offsets": offsets,
         "exp2": lambda: exp2(clock),
+        "launch": launch,
+        "graphs": graphs,
     }
     report: dict[str, Any] = {
         "command": f"python measurements/kernels.py --only {arguments.only}",

@@ -83,23 +83,19 @@ FAMILY_RULES: tuple[FamilyRule, ...] = (
 
 #: (case name, capability) → bytes of spill stores and loads: the larger of what Triton 3.6.0 and 3.9.0 make of the
 #: kernel (2026-11-30). A ceiling that may only fall: tiles were chosen without a GPU, and whoever tunes them lowers it.
-_SPILLS: dict[tuple[str, int], int] = {
+_UNTUNED: dict[tuple[str, int], int] = {
     ("backward_kv-bf16-d64", 120): 32,
     ("backward_kv-bf16-d64-features", 80): 904,
     ("backward_kv-bf16-d64-features", 89): 620,
-    ("backward_kv-bf16-d64-features", 90): 680,
     ("backward_kv-bf16-d64-features", 100): 1052,
     ("backward_kv-bf16-d64-features", 120): 436,
     ("backward_kv-fp16-d128-causal", 80): 124,
-    ("backward_kv-fp16-d128-causal", 90): 124,
     ("backward_kv-fp16-d128-causal", 100): 16,
     ("backward_q-bf16-d64-features", 80): 12,
     ("backward_q-bf16-d64-features", 89): 12,
-    ("backward_q-bf16-d64-features", 90): 16,
     ("backward_q-bf16-d64-features", 120): 172,
     ("backward_q-fp16-d128-causal", 100): 48,
     ("forward-bf16-d128-causal", 89): 36,
-    ("forward-bf16-d128-causal", 90): 72,
     ("forward-bf16-d128-causal", 100): 24,
     ("forward-bf16-d128-causal", 120): 44,
     ("forward-bf16-d256", 80): 64,
@@ -109,19 +105,30 @@ _SPILLS: dict[tuple[str, int], int] = {
     ("forward-bf16-d64", 80): 36,
     ("forward-bf16-d64", 120): 136,
     ("forward-fp16-d128", 89): 24,
-    ("forward-fp16-d128", 90): 8,
     ("forward-fp16-d128", 120): 16,
     ("forward-fp16-d128-features", 89): 12,
-    ("forward-fp16-d128-features", 90): 220,
     ("forward-fp16-d128-features", 120): 172,
     ("forward-fp16-d64-causal-window", 80): 36,
     ("forward-fp16-d64-causal-window", 89): 104,
     ("forward-fp16-d64-causal-window", 120): 300,
 }
 
+#: The same where tiles were chosen by time, on an H200: those that spill less were slower.
+_MEASURED: dict[tuple[str, int], int] = {
+    ("backward_kv-bf16-d256", 90): 1004,
+    ("backward_kv-fp16-d128-causal", 90): 380,
+    ("backward_kv-bf16-d64-features", 90): 860,
+    ("backward_q-fp16-d128-causal", 90): 16,
+}
+
 #: (case name, capability) → (bytes that are accepted, reason). Nothing else may spill.
 SPILL_BUDGETS: dict[tuple[str, int], tuple[int, str]] = {
-    key: (spills, "as compiled by Triton 3.6.0 and 3.9.0, before tuning on a GPU") for key, spills in _SPILLS.items()
+    key: (spills, reason)
+    for table, reason in (
+        (_UNTUNED, "as compiled by Triton 3.6.0 and 3.9.0, before tuning on a GPU"),
+        (_MEASURED, "the fastest tiles of measurements/h200/tune.json; with scores' terms, their half"),
+    )
+    for key, spills in table.items()
 }
 
 

@@ -5,6 +5,7 @@ The tests compare; this writes. The run of PyTorch's attention takes a minute on
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -16,6 +17,7 @@ from pathlib import Path
 from documents import ROOT, blocks, read
 
 sys.path.insert(0, str(ROOT / "measurements"))
+import kernel_tables
 from evidence import table as evidence
 
 from pytest_flashattn.chapters import CHAPTERS
@@ -30,11 +32,14 @@ NEARLY = re.compile(r"(?<=prints, after the table,\n\n```text\n).*?(?=^```$)", r
 
 def tables() -> dict[str, list[str]]:
     """The generated tables, by marker."""
+    kernels = json.loads((ROOT / "measurements/h200/kernels.json").read_text(encoding="utf-8"))
     return {
         "chapters": _table("chapter", "what is judged", CHAPTERS.items()),
         "conventions": _table("convention", "call", ((n, c.summary) for n, c in CONVENTIONS.items())),
         "features": _table("feature", "what it means", FEATURES.items()),
         "evidence": evidence(sorted(ROOT.glob("measurements/*/calibration-*.json"))),
+        "kernel-speed": kernel_tables.speed(kernels),
+        "kernel-memory": kernel_tables.memory(kernels),
         "options": _table("option", "what it says", ((f"{o.flag}={o.metavar}", _meaning(o)) for o in OPTIONS)),
     }
 
@@ -91,7 +96,7 @@ def _run(*args: str) -> str:
 
 
 def main() -> None:
-    for page in ("README.md", "docs/guide.md", "docs/accuracy.md"):
+    for page in ("README.md", "docs/guide.md", "docs/accuracy.md", "docs/kernels.md"):
         text = with_tables(read(page))
         if page == "README.md":
             text = SAMPLE.sub(lambda m: f"{m[1]}\n{sample()}", text)
