@@ -10,14 +10,20 @@ failure. Passing checks only enter the maxima, so a faulty case does not widen t
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import multiprocessing
+import os
 import platform
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
 from datetime import date
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,9 +32,57 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from condense import ABSOLUTE
 
 from pytest_flashattn import matrices, trial
+from pytest_flashattn.cases import Case
 from pytest_flashattn.chapters import CHAPTERS
 from pytest_flashattn.checks.registry import checks_of
-from pytest_flashattn.implementation import load
+from pytest_flashattn.implementation import Implementation, load
+
+
+@dataclass
+class Findings:
+    """totals: verdicts by status. maxima: by rule, quantity, dtype, grouping, family. failures: by check and case."""
+
+    totals: Counter[str] = field(default_factory=Counter)
+    maxima: dict[str, dict[str, Any]] = field(default_factory=dict)
+    failures: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def add(self, other: Findings) -> None:
+        self.totals += other.totals
+        for key, entry in other.maxima.items():
+            if key not in self.maxima or entry["value"] > self.maxima[key]["value"]:
+                self.maxima[key] = entry
+        for key, entry in other.failures.items():
+            self.failures.setdefault(key, {"seeds": [], "text": entry["text"]})["seeds"] += entry["seeds"]
+
+
+_subject: Implementation
+
+
+def _start(spec: str) -> None:
+    global _subject
+    torch.set_num_threads(1)  # as many processes as cores
+    _subject = load(spec)
+
+
+def judged(pairs: list[tuple[str, str]], seed: int) -> Findings:
+    """The checks on these cases with this seed, in a process of its own."""
+    found = Findings()
+    for check, text in pairs:
+        case = Case.parse(text, seed=seed)
+        verdict = trial.run_check(check, _subject, case, diagnose=False)
+        found.totals[verdict.status] += 1
+        if verdict.status == "failed":
+            found.failures[f"{check}[{text}]"] = {"seeds": [seed], "text": verdict.text()}
+            continue
+        group = "grouped" if case.kv_heads != case.heads else "plain"
+        for m in verdict.measures:
+            value = m.needed if m.rule == "bound" else m.ratio * m.limit
+            if value is None or m.rule == "exact":
+                continue
+            key = f"{m.rule} {m.quantity} {case.dtype} {group} {case.family}"
+            if key not in found.maxima or value > found.maxima[key]["value"]:
+                found.maxima[key] = {"value": round(value, 4), "case": text, "check": check, "seed": seed}
+    return found
 
 
 def main() -> None:
@@ -37,40 +91,38 @@ def main() -> None:
     parser.add_argument("--matrix", default="default", choices=matrices.LEVELS)
     parser.add_argument("--seeds", type=int, default=1, help="how many seeds, from 0")
     parser.add_argument("--limit", type=float, default=float("inf"), help="stop after this many seconds (whole seeds)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes; default: one a core")
     parser.add_argument("--skip", default="", help="glob over case ids to leave out, which break the context")
     parser.add_argument("--out", required=True, type=Path)
     arguments = parser.parse_args()
 
-    implementation = load(arguments.impl)
-    totals: Counter[str] = Counter()
-    maxima: dict[str, dict[str, object]] = {}
-    failures: dict[str, dict[str, object]] = {}
+    pairs = [
+        (check.name, case.id)
+        for chapter in CHAPTERS
+        for check in checks_of(chapter)
+        for case in matrices.cases_for(chapter, check.name.partition(".")[2], arguments.matrix, 0)
+        if not fnmatch(case.id, arguments.skip)
+    ]
+    # Dealt out like cards, and the same to each process for every seed: what a kernel compiles is compiled once.
+    shares = [pairs[start :: arguments.jobs] for start in range(arguments.jobs)]
+    found = Findings()
     started = time.monotonic()
     seeds = 0
-    for seed in range(arguments.seeds):
-        if time.monotonic() - started > arguments.limit:
-            break
-        for chapter in CHAPTERS:
-            for check in checks_of(chapter):
-                for case in matrices.cases_for(chapter, check.name.partition(".")[2], arguments.matrix, seed):
-                    if fnmatch(case.id, arguments.skip):
-                        continue
-                    verdict = trial.run_check(check.name, implementation, case)
-                    totals[verdict.status] += 1
-                    if verdict.status == "failed":
-                        entry = failures.setdefault(f"{check.name}[{case.id}]", {"seeds": [], "text": verdict.text()})
-                        entry["seeds"].append(seed)  # type: ignore[attr-defined]
-                        continue
-                    group = "grouped" if case.kv_heads != case.heads else "plain"
-                    for m in verdict.measures:
-                        value = m.needed if m.rule == "bound" else m.ratio * m.limit
-                        if value is None or m.rule == "exact":
-                            continue
-                        key = f"{m.rule} {m.quantity} {case.dtype} {group} {case.family}"
-                        if key not in maxima or value > maxima[key]["value"]:  # type: ignore[operator]
-                            maxima[key] = {"value": round(value, 4), "case": case.id, "check": check.name, "seed": seed}
-        seeds += 1
-        print(f"seed {seed}: {dict(totals)}, {time.monotonic() - started:.0f} s", flush=True)
+    spawn = multiprocessing.get_context("spawn")
+    with contextlib.ExitStack() as stack:
+        processes = [
+            stack.enter_context(ProcessPoolExecutor(1, spawn, _start, (arguments.impl,))) for _ in range(arguments.jobs)
+        ]
+        for seed in range(arguments.seeds):
+            if time.monotonic() - started > arguments.limit:
+                break
+            tasks = [process.submit(judged, share, seed) for process, share in zip(processes, shares, strict=True)]
+            for task in tasks:
+                found.add(task.result())
+            seeds += 1
+            print(f"seed {seed}: {dict(found.totals)}, {time.monotonic() - started:.0f} s", flush=True)
+    totals, maxima, failures = found.totals, found.maxima, found.failures
+    implementation = load(arguments.impl)
     device = implementation.device
     report = {
         "command": f"python measurements/calibrate.py --impl {arguments.impl} "
@@ -91,7 +143,7 @@ def main() -> None:
     for key, entry in maxima.items():
         rule, quantity, dtype, group, _ = key.split()
         short = f"{rule} {quantity} {dtype} {group}"
-        overall[short] = max(overall.get(short, 0.0), entry["value"])  # type: ignore[call-overload]
+        overall[short] = max(overall.get(short, 0.0), entry["value"])
     for short, value in sorted(overall.items()):
         print(f"{short:40s} {value:.3f}")
     print(f"{len(failures)} checks failed in some seed; written to {arguments.out}")

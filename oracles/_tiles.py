@@ -115,7 +115,7 @@ def forward_tile(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, a: Arithm
     o, peak = unfold(o, q), unfold(peak, q)
     o_random = unfold(fold(e.square(), hkv) @ v.square(), q).sqrt_()
     if a.u_p > u:  # equal P round alike: then the roundings of a normalised P add up, and no square root holds
-        coherent = unfold(fold(_round(p, a.u_p).sub_(p), hkv) @ v, q).abs_()
+        coherent = unfold(fold(_lost(p, a), hkv) @ v, q).abs_()
         o_random = torch.maximum(o_random, coherent)
     o_random.addcmul_(kappa, peak)
     return Forward(
@@ -187,6 +187,12 @@ def backward_tile(
 
     dq = unfold(fold(ds, hkv) @ k, q) * scale
     own_dq = unfold(fold(error, hkv) @ k.square(), q).sqrt_()
+    if a.u_p > u and (a.tiny_p > _FLUSHED or _flat(p, fw.terms)):
+        # As in o: P and dS that are equal round alike, and those that underflow are lost, over the keys and the rows.
+        p_off, ds_off = fold(_lost(p, a), hkv), fold(_lost(ds, a, a.tiny_p * tiny_ds), hkv)
+        own_dq = torch.maximum(own_dq, unfold(ds_off @ k, q).abs_())
+        total.dk_coherent[batch, kv_heads] += ds_off.mT @ fold(q * scale, hkv)
+        total.dv_coherent[batch, kv_heads] += p_off.mT @ fold(do, hkv)
     shared_dq = unfold(fold(pf, hkv) @ k, q).abs_().mul_(e_delta)
     spread_dq = (own_dq + shared_dq) * abs(scale)
     spread_dq += (u * (fw.terms.sqrt() + 4) + fw.chop + a.u_operand + eta) * dq.abs()
@@ -221,6 +227,7 @@ class Totals:
         self.dq, self.dq_random = zeros(b, hq, lq, d), zeros(b, hq, lq, d)
         self.dk, self.dv = zeros(b, hq, lk, d), zeros(b, hq, lk, dv)  # each query head's share
         self.dk_square, self.dv_square = zeros(b, hkv, lk, d), zeros(b, hkv, lk, dv)
+        self.dk_coherent, self.dv_coherent = zeros(b, hkv, lk, d), zeros(b, hkv, lk, dv)
         self.dk_shift = zeros(2, b, hkv, lk, d)
         self.dk_sums, self.dv_sums, self.blocks = torch.zeros_like(self.dk), torch.zeros_like(self.dv), 0
         self.sinks, self.sinks_square, self.sinks_shift = zeros(hq), zeros(hq), zeros(2, hq)
@@ -274,11 +281,14 @@ class Totals:
         if not self.backward:
             return found
         found["dq"] = self.dq, self.dq_random, rounded(self.dq)
-        for name, shares, square in (("dk", self.dk, self.dk_square), ("dv", self.dv, self.dv_square)):
+        for name, shares, square, coherent in (
+            ("dk", self.dk, self.dk_square, self.dk_coherent),
+            ("dv", self.dv, self.dv_square, self.dv_coherent),
+        ):
             group = shares.shape[1] // self.kv_heads
             shares = shares.unflatten(1, (self.kv_heads, group))
             value = shares.sum(2)
-            random = square.sqrt() + walk(self.rows_summed, value)
+            random = torch.maximum(square.sqrt(), coherent.abs()) + walk(self.rows_summed, value)
             if group > 1:
                 random += (a.u_out * shares.abs() + a.tiny_out).square().sum(2).sqrt()
             if name == "dk":
@@ -335,6 +345,25 @@ def _round(x: Tensor, u: float) -> Tensor:
     """x to the nearest number of unit roundoff u (a power of two), without limits of the exponent."""
     mantissa, exponent = torch.frexp(x)
     return torch.ldexp((mantissa / u).round_().mul_(u), exponent)
+
+
+def _lost(x: Tensor, a: Arithmetic, underflow: float = 0.0) -> Tensor:
+    """What rounding to the format of P adds to x, with its sign; numbers up to `underflow` may be lost entirely."""
+    error = _round(x, a.u_p).sub_(x)
+    if a.tiny_p > _FLUSHED:
+        step, size = 2 * a.tiny_p, x.abs()
+        error = torch.where(size < a.tiny_p / a.u_p, (x / step).round_().mul_(step).sub_(x), error)
+        error = torch.where(size <= underflow, -x, error)
+    return error
+
+
+def _flat(p: Tensor, terms: Tensor) -> bool:
+    """Whether some row of p (B, Hq, n, Lk) gives its terms (1 or B, 1 or Hq, 1 or n, 1), two or more, equal weight."""
+    if not p.numel():
+        return False
+    # Within 2^-12, half a unit roundoff of fp16, they round alike.
+    rows = (p.amax(-1, keepdim=True) * terms <= p.sum(-1, keepdim=True) * (1 + 2.0**-12)) & (terms > 1)
+    return bool(rows.any())
 
 
 def _root_sum(x: Tensor) -> Tensor:

@@ -59,10 +59,15 @@ nearly the same, that of rounding o; over queries these are no random walk, but 
     shift    = n u_chop Delta, and sum_d do (round(o) - o); either counts with its own absolute sum, |sum shift|
     e_dX     = f e_dS + |dS| (2 |tanh| (f delta_x / c + 2 u) + 2 u)        (the derivative of the cap has an error too)
 
-    dv:   random = sqrt(sum_i ((r p + min(p, tiny_p)) do)^2) + w |dv|
-    dq:   random = |scale| (sqrt(sum_j (e_dX k)^2) + e_Delta |sum_j p f k|) + (w + eta) |dq|
-    dk:   random = |scale| (sqrt(sum_i (e_dX^2 + (p f e_Delta)^2) q^2) + |sum_i p f shift q|) + w |dk|
+    dv:   random = max(sqrt(sum_i ((r p + min(p, tiny_p)) do)^2), |sum_i (round(p) - p) do|) + w |dv|
+    dq:   random = |scale| (max(sqrt(sum_j (e_dX k)^2), |sum_j (round(dX) - dX) k|) + e_Delta |sum_j p f k|)
+                   + (w + eta) |dq|
+    dk:   random = |scale| (max(sqrt(sum_i (e_dX^2 + (p f e_Delta)^2) q^2), |sum_i (round(dX) - dX) q|)
+                   + |sum_i p f shift q|) + w |dk|
     each: w = u (sqrt(terms) + 4) + terms u_chop + u_op                    fixed = 1.05 u_out |.| + tiny_out
+The maxima, with dX = f dS, as for o: rows that weigh their keys alike and get the same do, as in sum().backward(), have
+P and dS that round alike; round is that of p_dtype, which takes from small P of fp16 and never adds (and from dS up to
+tiny_p max(1, 1/|scale|)). Looked for where some row does weigh its keys alike, and in fp16.
 With grouped heads dk and dv are sums over the G heads of a group, and a kernel may round each share to the input dtype
 first, as PyTorch does: sqrt(sum_h (u_out dk_h + tiny_out)^2) more. Where they are added up in memory of u_sum, every
 block of query rows rounds the sum so far, A_hb after block b of head h, that of earlier heads included:

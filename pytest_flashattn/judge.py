@@ -80,23 +80,34 @@ def _worst(flat: int, got: Tensor, want: Tensor, error: Tensor) -> dict[str, Any
 
 
 def against_noise(
-    quantity: str, got: Tensor, truth: oracles.Truth, emulated: Tensor, *, tensor: float, block: float
+    quantity: str,
+    got: Tensor,
+    truth: oracles.Truth,
+    emulated: Tensor,
+    *,
+    tensor: float,
+    block: float,
+    draws: int | None = None,
 ) -> list[Measure]:
     """The noise floor: RMS error of `got` against that of the emulator, over the tensor and the worst 128 rows.
 
     The emulator's noise is one draw and may happen to be tiny (an exact case, one row), so a share of the size that the
     bound gives to a random error is added to it: the fewer rows a block has, the larger the share.
+    draws: for dk and dv the query rows that read a key head, each with one P, dS and Delta to a key: where they are
+    fewer than the rows of a block, it is their number that averages luck away.
     """
     if not got.numel():
         return []
     error = (got.double() - truth.value).square()
     noise = (emulated.double() - truth.value).square()
     size = truth.random.square()
-    whole = float(_ratio(error.mean(), noise.mean(), size.mean(), got.numel() // got.shape[-1]))
+    batch, heads, length, _ = got.shape
+    draws = length if draws is None else draws
+    whole = float(_ratio(error.mean(), noise.mean(), size.mean(), batch * heads * min(length, draws)))
     worst = 0.0
-    for start in range(0, got.shape[-2], BLOCK_ROWS):
+    for start in range(0, length, BLOCK_ROWS):
         e, n, s = (x[..., start : start + BLOCK_ROWS, :].mean((-1, -2)) for x in (error, noise, size))
-        rows = min(BLOCK_ROWS, got.shape[-2] - start)
+        rows = min(BLOCK_ROWS, length - start, draws)
         worst = max(worst, float(_ratio(e, n, s, rows).max()))
     grade = next((letter for limit, letter in GRADES if whole <= limit), "D")
     return [

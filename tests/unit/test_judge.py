@@ -77,6 +77,18 @@ def test_the_noise_floor_sees_one_noisy_block_of_rows() -> None:
     assert not against_noise("o", noise, truth, emulated, tensor=1e9, block=1e9)[0].ok
 
 
+def test_one_query_row_averages_no_luck_away() -> None:
+    """All rows of dk share one error of Delta: an emulator that happened to be nearly exact is no floor for them."""
+    generator = torch.Generator().manual_seed(0)
+    value = torch.zeros(1, 1, 128, 64)
+    error = torch.randn(value.shape, generator=generator) * 0.15
+    lucky = torch.randn(value.shape, generator=generator) * 0.05
+    whole, block = against_noise("dk", error, _truth(value), lucky, tensor=2.0, block=2.0)
+    assert not whole.ok
+    assert not block.ok
+    assert all(m.ok for m in against_noise("dk", error, _truth(value), lucky, tensor=2.0, block=2.0, draws=1))
+
+
 def test_identical_counts_bits() -> None:
     a = torch.zeros(1, 1, 2, 2)
     b = a.clone()
