@@ -12,6 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from .diagnosis import notebook
 from .implementation import Implementation, ImplementationError, Unsupported
 from .inputs import Inputs
 
@@ -24,9 +25,11 @@ def forward(implementation: Implementation, inputs: Inputs, *, lse: bool = False
     _poison(inputs, fill, gradients=False)
     with torch.no_grad():
         o, log_sum = implementation.call(inputs.q, inputs.k, inputs.v, inputs.options(), return_lse=lse)
-    _settle(implementation)
+    _settle(implementation, o, log_sum)
     _unchanged(inputs, before)
-    return _named(o, log_sum)
+    outputs = _named(o, log_sum)
+    notebook.record(inputs, outputs, backward=False, lse=lse)
+    return outputs
 
 
 def backward(
@@ -72,13 +75,17 @@ def backward(
         raise
     except Exception as error:
         raise ImplementationError(f"in backward: {implementation.raised(error)}") from error
-    _settle(implementation)
+    _settle(implementation, *gradients)
     _unchanged(inputs, before)
     outputs = _named(o.detach(), None if log_sum is None else log_sum.detach())
     for name, gradient in zip(leaves, gradients, strict=True):
         if gradient is None:
             raise ImplementationError(f"the gradient of {name} is None: {name} is not connected to the output")
+        if gradient.dtype != leaves[name].dtype:  # autograd converts, unless a leaf's grad_dtype forbids it
+            wrong, want = (str(d).removeprefix("torch.") for d in (gradient.dtype, leaves[name].dtype))
+            raise ImplementationError(f"the gradient of {name} is {wrong}, expected {want}, the dtype of {name}")
         outputs[f"d{name}"] = gradient
+    notebook.record(inputs, outputs, backward=True, wrt=tuple(leaves), lse=lse, lse_gradient=lse_gradient, times=times)
     return outputs
 
 
@@ -97,14 +104,26 @@ def _named(o: Tensor, lse: Tensor | None) -> Outputs:
     return {"o": o} if lse is None else {"o": o, "lse": lse}
 
 
-def _settle(implementation: Implementation) -> None:
-    """Wait for the device, so that an error of this call is not blamed on the next thing that touches it."""
+def _settle(implementation: Implementation, *results: Tensor | None) -> None:
+    """Wait for the device, so that an error of this call is not blamed on the next thing that touches it.
+
+    Raises ImplementationError for an error that waited there, and for a result that the caller's stream would have read
+    before it was written: work on a stream of its own that the caller's does not wait for.
+    """
     if implementation.device.type != "cuda":
         return
+    given = [x for x in results if x is not None]
     try:
+        read = [x.detach().clone() for x in given]
         torch.cuda.synchronize(implementation.device)
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
         raise ImplementationError(f"after the call the device reports {implementation.raised(error)}") from error
+    if not all(bool(((a == b) | (a.isnan() & b.isnan())).all()) for a, b in zip(read, given, strict=True)):
+        raise ImplementationError(
+            "returned before its result was written, by work on another stream; make the caller's stream wait for it"
+        )
 
 
 def _snapshot(inputs: Inputs) -> dict[str, Tensor]:

@@ -25,6 +25,8 @@ LAYOUTS: dict[str, str] = {
     "headless": "k and v are expanded over their heads with stride 0, q over the batch",
     "mixed": "q and v in one order of axes, k in the other",
     "dmajor": "the head dim is not the fastest axis (stride(-1) != 1)",
+    "cache": "k and v are the first rows of longer buffers, with NaN in the rows behind them",
+    "far": "batch elements of q, k and v lie so far apart that the last starts 2^31 elements behind the first",
 }
 DOUTS: dict[str, str] = {
     "plain": "contiguous like the output",
@@ -102,6 +104,8 @@ class Case:
             raise ValueError("holes are -inf in an additive bias: the case needs one")
         if self.layout == "qkv" and (self.q != self.k or self.d != self.dv):
             raise ValueError("layout=qkv needs Lq == Lk and Dv == D: the three are views of one buffer")
+        if self.layout == "far" and self.batch < 2:
+            raise ValueError("layout=far needs batch >= 2: it is the batch elements that lie far apart")
         if self.window == (None, None):
             raise ValueError("window=(None, None) is no window; write window=None")
 

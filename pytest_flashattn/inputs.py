@@ -12,7 +12,7 @@ from torch import Tensor
 import oracles
 
 from .cases import Case
-from .layouts import place, place_qkv
+from .layouts import place, place_far, place_qkv
 
 TORCH_DTYPES: dict[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -99,9 +99,11 @@ def make_inputs(case: Case, device: torch.device | str = "cpu", native: str = "b
     q, k, v, dout = (x.to(device=device, dtype=dtype) for x in (q, k, v, dout))
     if case.layout == "qkv":
         q, k, v = place_qkv(q, k, v)
+    elif case.layout == "far":
+        q, k, v = place_far((q, k, v), native)
     else:
         order = {"expanded": "plain", "headless": "plain", "mixed": "plain"}.get(case.layout, case.layout)
-        q, v = place(q, order, native), place(v, order, native)
+        q, v = place(q, "plain" if order == "cache" else order, native), place(v, order, native)
         k = place(k, "swapped" if case.layout == "mixed" else order, native)
         q = q.expand(case.batch, -1, -1, -1)
         k, v = (x.expand(case.batch, case.kv_heads, -1, -1) for x in (k, v))
@@ -156,8 +158,10 @@ def _family(case: Case, q: Tensor, k: Tensor, v: Tensor, generator: torch.Genera
         case "vmean":
             v = v + 5
         case "sinktoken":
-            # Unit direction scaled so that key 0 scores about 12 above the rest; its value is small, as in models.
-            direction = torch.ones(d) / d**0.25
+            # Key 0 scores about 12 above the rest, whatever the scale: at 100 and more the others would not count, and
+            # the gradient of q would be nothing but rounding. Its value is small, as in models.
+            scale = abs(case.scale if case.scale is not None else d**-0.5) or 1.0
+            direction = torch.ones(d) / math.sqrt(scale * d)
             q = q + 2 * direction
             k[..., :1, :] = 6 * direction
             v[..., :1, :] *= 0.1

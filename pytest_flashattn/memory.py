@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from .cases import Case
+from .layouts import FAR
 
 GIB = 1 << 30
 
@@ -18,6 +19,8 @@ def needed(case: Case) -> int:
     # 8 bytes for each of about ten tensors of either size (values, bounds, emulated, gradients), and the row blocks
     # of the oracle, which are bounded by its own budget.
     bytes_ = 80 * (queries + keys) + GIB // 2
+    if case.layout == "far":
+        bytes_ += FAR * (4 if case.dtype == "fp32" else 2)
     if pattern := case.bias or case.mask:
         sizes = (case.batch, case.heads, case.q, case.k)
         elements = 1

@@ -254,9 +254,10 @@ class Core:
         """dq, dk, dv, dbias, dsinks; P is recomputed from lse, and the gradient of lse joins delta."""
         heads = self.head_map(p)
         delta = self.delta(o, do) - dlse[..., None]  # (B, H, Lq, 1)
-        dq = torch.zeros(p.q.shape)
-        dk = torch.zeros(*p.q.shape[:2], p.lk, p.k.shape[3])  # of query heads, summed over groups at the end
-        dv = torch.zeros(*p.q.shape[:2], p.lk, p.v.shape[3])
+        dq = self.gradient_buffer(p, *p.q.shape)
+        # dk and dv of query heads, summed over groups at the end.
+        dk = self.gradient_buffer(p, *p.q.shape[:2], p.lk, p.k.shape[3])
+        dv = self.gradient_buffer(p, *p.q.shape[:2], p.lk, p.v.shape[3])
         dbias = torch.zeros(p.bias.shape) if p.bias is not None and p.bias.dtype != torch.bool else None
         for i in range(0, p.lq, self.block_q):
             rows = min(self.block_q, p.lq - i)
@@ -281,6 +282,10 @@ class Core:
         if p.sinks is not None:
             out["sinks"] = self.dsinks(p, lse, delta)
         return out
+
+    def gradient_buffer(self, p: Problem, *shape: int) -> Tensor:
+        """What gradients are added up in."""
+        return torch.zeros(shape)
 
     def backward_tiles(self, p: Problem, i: int) -> Iterable[int]:
         return self.key_tiles(p, i)
@@ -317,7 +322,7 @@ class Core:
 
     def over_groups(self, p: Problem, heads: Tensor, x: Tensor) -> Tensor:
         """(B, H, Lk, .) summed over the query heads that read the same kv head."""
-        return torch.zeros(x.shape[0], p.k.shape[1], *x.shape[2:]).index_add_(1, heads, x)
+        return x.new_zeros(x.shape[0], p.k.shape[1], *x.shape[2:]).index_add_(1, heads, x)
 
 
 class _Flash(torch.autograd.Function):

@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
-from . import mutants_backward, mutants_contract, mutants_features, mutants_mask, mutants_numerics, mutants_shape
+from . import (
+    mutants_backward,
+    mutants_contract,
+    mutants_features,
+    mutants_layout,
+    mutants_mask,
+    mutants_numerics,
+    mutants_shape,
+    mutants_split,
+)
 from .registry import MUTANTS, Mutant
 
-FAMILIES = (mutants_shape, mutants_mask, mutants_numerics, mutants_backward, mutants_features, mutants_contract)
+FAMILIES = (
+    mutants_shape,
+    mutants_mask,
+    mutants_numerics,
+    mutants_backward,
+    mutants_features,
+    mutants_layout,
+    mutants_split,
+    mutants_contract,
+)
 
 __all__ = ["FAMILIES", "MUTANTS", "Mutant"]

@@ -6,6 +6,7 @@ import random
 import weakref
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,7 +94,7 @@ class DkMissingScale(Core):
     """The scale is missing on dK only."""
 
     def scale_dk(self, p: Problem, dk: Tensor) -> Tensor:
-        self.reached = True
+        self.reached |= p.scale != 1
         return dk
 
 
@@ -218,7 +219,7 @@ class BwdTopLeft(Core):
     """Forward bottom-right, backward top-left."""
 
     def backward(self, p: Problem, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor) -> Gradients:
-        self.reached |= p.causal and p.lq != p.lk
+        self.reached |= p.lq != p.lk and (p.causal or p.window is not None or p.slopes is not None)
         self.corner = True
         found = super().backward(p, o, lse, do, dlse)
         self.corner = False
@@ -271,3 +272,39 @@ class BwdPInE5m2(Core):
             return prob
         self.reached = True
         return prob.to(torch.float8_e5m2).float()
+
+
+@mutant(52, "numerics")
+class NoneGradCrash(Core):
+    """With scores that do not depend on q and k, at scale 0, there is no gradient for them instead of zeros."""
+
+    def backward(self, p: Problem, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor) -> Gradients:
+        found = super().backward(p, o, lse, do, dlse)
+        if p.scale == 0:
+            self.reached = True
+            del found["q"], found["k"]
+        return found
+
+
+class _Widened(torch.autograd.Function):
+    """The identity, with a gradient in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient.float()
+
+
+@mutant(47, "backward")
+class GradDtypeWrong(Core):
+    """The gradient of a 16-bit q comes back in float32."""
+
+    def run(self, p: Problem) -> tuple[Tensor, Tensor]:
+        if not p.q.requires_grad or p.q.dtype == torch.float32:
+            return super().run(p)
+        self.reached = True
+        p.q.grad_dtype = None  # else autograd converts
+        return super().run(replace(p, q=_Widened.apply(p.q)))

@@ -1,10 +1,11 @@
-"""Mutants of memory layouts, state between calls, and cheats."""
+"""Mutants of state between calls, of the contract, and cheats."""
 
 from __future__ import annotations
 
 import gc
 import math
 import random
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -15,113 +16,9 @@ from pytest_flashattn.support import Support
 
 from .core import Core, Problem
 from .mutants_mask import EVERYTHING
-from .registry import misread, mutant
-from .split import SplitCore
+from .registry import mutant
 
 Output = tuple[Tensor, Tensor]
-
-
-# -- strides ----------------------------------------------------------------------------------------------------------
-
-
-@mutant(63, "layout")
-class AssumeContigQ(Core):
-    """q is read as contiguous."""
-
-    def prepare(self, p: Problem) -> Problem:
-        self.reached |= not p.q.is_contiguous()
-        return replace(p, q=misread(p.q))
-
-
-@mutant(64, "layout")
-class AssumeContigKv(Core):
-    """k and v are read as contiguous."""
-
-    def prepare(self, p: Problem) -> Problem:
-        self.reached |= not p.k.is_contiguous()
-        return replace(p, k=misread(p.k), v=misread(p.v))
-
-
-@mutant(65, "layout")
-class VUsesKStrides(Core):
-    """V is read with the strides of K."""
-
-    def prepare(self, p: Problem) -> Problem:
-        if p.v.shape != p.k.shape or p.v.stride() == p.k.stride() or not p.v.numel():
-            return p
-        self.reached = True
-        return replace(p, v=p.v.as_strided(p.v.shape, p.k.stride()))
-
-
-@mutant(68, "layout")
-class Stride0Expand(Core):
-    """K and V expanded over the batch are misread in the tail tile."""
-
-    def prepare(self, p: Problem) -> Problem:
-        if p.k.stride(0) or len(p.k) < 2 or not p.lk % self.block_k:
-            return p
-        self.reached = True
-        v = p.v.clone()
-        v[1:, :, p.lk // self.block_k * self.block_k :] = 0
-        return replace(p, v=v)
-
-
-@mutant(0, "layout")
-class Stride0Heads(Core):
-    """K expanded over the heads is read as if its heads lay one after the other."""
-
-    def prepare(self, p: Problem) -> Problem:
-        if p.k.stride(1) or p.k.shape[1] < 2:
-            return p
-        self.reached = True
-        return replace(p, k=misread(p.k))
-
-
-@mutant(0, "metamorphic.split_and_merge")
-class HeadPitchFromLength(Core):
-    """Heads of (B, H, L, D) memory are taken to lie L rows apart."""
-
-    def prepare(self, p: Problem) -> Problem:
-        pitch = p.lk * p.k.stride(2)
-        if p.k.shape[1] == 1 or p.k.stride(1) <= p.k.stride(2) or p.k.stride(1) == pitch or p.k.stride(3) != 1:
-            return p
-        self.reached = True
-        return replace(p, k=p.k.as_strided(p.k.shape, (p.k.stride(0), pitch, p.k.stride(2), 1)))
-
-
-@mutant(72, "layout")
-class BaseRoundedDown(Core):
-    """Vector loads round the base address of k down to 16 bytes."""
-
-    def prepare(self, p: Problem) -> Problem:
-        odd = p.k.storage_offset() % 8
-        self.reached |= odd > 0
-        return replace(p, k=p.k.as_strided(p.k.shape, p.k.stride(), p.k.storage_offset() - odd))
-
-
-@mutant(73, "features.bias")
-class BiasRowpitchAlign(Core):
-    """The rows of a bias are taken to lie a multiple of 8 elements apart."""
-
-    def prepare(self, p: Problem) -> Problem:
-        if p.bias is None or not p.bias.shape[-1] % 8 or p.bias.shape[-1] == 1:
-            return p
-        self.reached = True
-        rows, pitch = p.bias.numel() // p.bias.shape[-1], -(-p.bias.shape[-1] // 8) * 8
-        at = (torch.arange(rows)[:, None] * pitch + torch.arange(p.bias.shape[-1])) % p.bias.numel()
-        return replace(p, bias=p.bias.flatten()[at].view(p.bias.shape))
-
-
-@mutant(80, "layout")
-class PadPoison(Core):
-    """Tiles reach past D into the padding of a row and multiply it by zero: NaN there is NaN here."""
-
-    def prepare(self, p: Problem) -> Problem:
-        if p.k.stride(3) != 1 or p.k.stride(2) != p.k.shape[3] + 8:
-            return p
-        self.reached = True
-        shape = (*p.k.shape[:3], 1)
-        return replace(p, k=p.k + 0 * p.k.as_strided(shape, p.k.stride(), p.k.storage_offset() + p.k.shape[3]))
 
 
 # -- state ------------------------------------------------------------------------------------------------------------
@@ -218,6 +115,42 @@ class PvRace(Core):
         return o, lse
 
 
+@mutant(84, "forward")
+class FwdRace(Core):
+    """One tile in fifty is lost from the forward, at random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.random = random.Random(0)
+
+    def key_tiles(self, p: Problem, i: int) -> Iterable[int]:
+        for j in super().key_tiles(p, i):
+            if self.random.random() < 0.02:
+                self.reached = True
+            else:
+                yield j
+
+    def backward_tiles(self, p: Problem, i: int) -> Iterable[int]:
+        return super().key_tiles(p, i)
+
+
+@mutant(86, "contract.same_call_twice")
+class DeterministicIgnored(Core):
+    """Declared as deterministic, yet tiles are added up in another order at every call."""
+
+    __flashattn__ = Support(features=EVERYTHING, deterministic=True)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.random = random.Random(0)
+
+    def key_tiles(self, p: Problem, i: int) -> Iterable[int]:
+        tiles = list(super().key_tiles(p, i))
+        order = self.random.sample(tiles, len(tiles))
+        self.reached |= order != tiles
+        return order
+
+
 @mutant(0, "contract.output_is_fresh")
 class StaticOutputBuffer(Core):
     """Calls of one shape share one output buffer."""
@@ -265,29 +198,6 @@ class ReturnsFloat32(Core):
         o, lse = super().run(p)
         self.reached |= o.dtype != torch.float32
         return o.float(), lse
-
-
-# -- splits -----------------------------------------------------------------------------------------------------------
-
-
-@mutant(90, "causal")
-class SplitCombineWrong(SplitCore):
-    """Splits are weighted by their number of keys, not by their log-sum-exp."""
-
-    def weights(self, lse: Tensor, counts: Tensor) -> Tensor:
-        self.reached = True
-        share = (counts / counts.sum()).to(lse.dtype)
-        return share[:, None, None, None].expand_as(lse)
-
-
-@mutant(91, "causal")
-class SplitEmptyChunkNan(SplitCore):
-    """An empty split gives 0 / 0, and NaN survives its weight of zero."""
-
-    def part(self, p: Problem, dtype: torch.dtype) -> Output:
-        o, lse = super().part(p, dtype)
-        self.reached |= p.lk == 0
-        return (o, lse) if p.lk else (o * math.nan, lse)
 
 
 # -- cheats -----------------------------------------------------------------------------------------------------------
@@ -362,6 +272,26 @@ class CacheByContent(CacheById):
     def key(self, p: Problem) -> Any:
         sums = tuple(float(x.detach().double().nan_to_num().sum()) for x in (p.q, p.k))
         return sums, p.q.shape, p.v.shape, p.causal, p.window, p.softcap, p.scale, p.bias, p.slopes, p.sinks
+
+
+@mutant(136, "contract.content_is_read")
+class BatchAndSkip(_PerShape):
+    """One call in three computes; the next two of the same shapes get its result again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: dict[Any, Output] = {}
+
+    def run(self, p: Problem) -> Output:
+        if torch.is_grad_enabled():
+            return super().run(p)
+        key = (p.q.shape, p.k.shape, p.v.shape, p.q.dtype, p.scale, p.causal, p.window, p.softcap)
+        if self.count(p) % 3 == 1 or key not in self.last:
+            self.last[key] = super().run(p)
+        else:
+            self.reached = True
+        o, lse = self.last[key]
+        return o.clone(), lse.clone()
 
 
 class LazyTensor(Tensor):

@@ -50,8 +50,9 @@ class SoftcapAfterMask(Core):
         s, slope = super().scores(p, q, k, i, j)
         rows, keys = self.positions(i, j)
         if p.softcap is not None:
-            self.reached = True
-            s = s.clamp_min(-p.softcap).masked_fill(~self.inside(p, rows, keys), -torch.inf)
+            inside = self.inside(p, rows, keys)
+            self.reached |= bool(((s == -torch.inf) & inside).any())
+            s = s.clamp_min(-p.softcap).masked_fill(~inside, -torch.inf)
         return s, slope
 
 
@@ -82,7 +83,7 @@ class SinkRowModHead(Core):
 
     def sink_logit(self, p: Problem, like: Tensor) -> Tensor:
         assert p.sinks is not None
-        self.reached = True
+        self.reached |= p.heads > 1
         return p.sinks.float()[torch.arange(like.shape[2]) % p.heads, None].expand_as(like)
 
 
@@ -161,7 +162,7 @@ class AlibiTail(Core):
     """ALiBi counts from the start of the tile in the last, partial one."""
 
     def alibi(self, p: Problem, i: int, j: int) -> Tensor:
-        if j + self.block_k <= p.lk:
+        if j + self.block_k <= p.lk or j == 0:
             return super().alibi(p, i, j)
         self.reached = True
         return super().alibi(p, i, 0)
@@ -182,8 +183,8 @@ class AlibiOneSided(Core):
 
     def alibi(self, p: Problem, i: int, j: int) -> Tensor:
         assert p.slopes is not None
-        self.reached = True
         rows, keys = self.positions(i, j)
+        self.reached |= bool((keys > rows + self.diagonal(p)).any())
         return p.slopes[:, None, None] * (rows + self.diagonal(p) - keys)
 
 
@@ -243,3 +244,14 @@ class BiasGradScaled(Core):
             self.reached = True
             found["bias"] *= p.scale
         return found
+
+
+@mutant(100, "features.softcap")
+class PositionalShift(Core):
+    """The softcap is passed by position to a kernel that has none, and arrives as the slopes of ALiBi."""
+
+    def prepare(self, p: Problem) -> Problem:
+        if p.softcap is None:
+            return p
+        self.reached = True
+        return replace(p, softcap=None, slopes=torch.full((p.heads,), p.softcap))

@@ -24,7 +24,7 @@ class CausalTopLeft(Core):
     """The diagonal starts at the top left corner although the contract says bottom right."""
 
     def diagonal(self, p: Problem) -> int:
-        self.reached |= p.lq != p.lk
+        self.reached |= p.lq != p.lk and (p.causal or p.window is not None or p.slopes is not None)
         return 0
 
 
@@ -35,7 +35,7 @@ class CausalBottomRight(Core):
     __flashattn__ = Support(features=EVERYTHING, alignment="top-left")
 
     def diagonal(self, p: Problem) -> int:
-        self.reached |= p.lq != p.lk
+        self.reached |= p.lq != p.lk and (p.causal or p.window is not None or p.slopes is not None)
         return super().diagonal(p)
 
 
@@ -87,7 +87,7 @@ class WindowIgnoredPastTile(Core):
         return super().key_tiles(replace(p, window=p.window and (None, p.window[1])), i)
 
     def in_band(self, p: Problem, rows: Tensor, keys: Tensor) -> Tensor:
-        if p.window and int(keys[-1]) < int(rows[0]) + self.diagonal(p):
+        if p.window and p.window[0] is not None and int(keys[-1]) < int(rows[0]) + self.diagonal(p):
             self.reached = True
             p = replace(p, window=None)
         return super().in_band(p, rows, keys)
@@ -165,7 +165,7 @@ class GqaMaskReindex(Core):
     def bias_tile(self, p: Problem, i: int, j: int) -> Tensor:
         assert p.bias is not None
         group = p.heads // p.k.shape[1]
-        self.reached |= group > 1
+        self.reached |= group > 1 and p.bias.shape[2] > 1
         full = p.bias.expand(*p.bias.shape[:2], p.lq, p.lk)[:, :, torch.arange(p.lq) // group]
         return super().bias_tile(replace(p, bias=full), i, j)
 
@@ -234,8 +234,11 @@ class FirstTileMaskedNan(Core):
     """NaN when the first tile that a row visits is all masked: -inf - -inf."""
 
     def base(self, m: Tensor) -> Tensor:
-        self.reached |= bool((m == -INF).any())
         return m
+
+    def store(self, p: Problem, o: Tensor, lse: Tensor, i: int, o_tile: Tensor, lse_tile: Tensor) -> None:
+        self.reached |= bool(lse_tile[:, :, : p.lq - i].isnan().any())  # rows beyond Lq are NaN at all times
+        super().store(p, o, lse, i, o_tile, lse_tile)
 
 
 @mutant(0, "causal.future_keys_have_no_effect")
@@ -249,7 +252,7 @@ class MaxBeforeMask(Core):
     def step(
         self, p: Problem, m: Tensor, total: Tensor, acc: Tensor, s: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        self.reached = True
+        self.reached |= bool((self.peak > s.amax(-1, keepdim=True)).any())
         m_new = torch.maximum(m, self.peak)
         prob, rescale = self.exp(s - m_new), self.exp(m - m_new)
         return m_new, total * rescale + prob.sum(-1, keepdim=True), self.accumulate(p, acc * rescale, prob, v)

@@ -118,7 +118,7 @@ class RescaleSkipped(Core):
 
     def step(self, p: Problem, m: Tensor, total: Tensor, acc: Tensor, s: Tensor, v: Tensor) -> State:
         m_new, total_new, _ = super().step(p, m, total, acc, s, v)
-        self.reached |= bool((m_new > m).any())
+        self.reached |= bool(((m_new > m) & (m > -INF)).any())
         return m_new, total_new, self.accumulate(p, acc, self.exp(s - self.base(m_new)), v)
 
 
@@ -189,3 +189,14 @@ class OutputRoundedTwice(Core):
     def accumulate(self, p: Problem, acc: Tensor, prob: Tensor, v: Tensor) -> Tensor:
         self.reached |= p.q.dtype in HALF
         return super().accumulate(p, acc, prob, v).to(p.q.dtype).float()
+
+
+@mutant(0, "numerics")
+class DenominatorNotRescaled(Core):
+    """The denominator is not rescaled when the running maximum rises; the accumulator is."""
+
+    def step(self, p: Problem, m: Tensor, total: Tensor, acc: Tensor, s: Tensor, v: Tensor) -> State:
+        m_new, total_new, acc_new = super().step(p, m, total, acc, s, v)
+        self.reached |= bool(((m_new > m) & (m > -INF)).any())
+        lost = total * (1 - self.exp(m - self.base(m_new)))
+        return m_new, total_new + lost, acc_new

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,7 +92,7 @@ class LayoutSwap(Core):
     """Memory read as (B, L, H, D): right only when L == H."""
 
     def prepare(self, p: Problem) -> Problem:
-        self.reached = True
+        self.reached |= any(min(x.shape[1:3]) > 1 for x in (p.q, p.k))
         return replace(p, **{n: getattr(p, n).transpose(1, 2).reshape(getattr(p, n).shape) for n in "qkv"})
 
 
@@ -123,8 +124,9 @@ class GqaModulo(Core):
     """Query head h reads kv head h mod Hkv."""
 
     def head_map(self, p: Problem) -> Tensor:
-        self.reached |= p.heads != p.k.shape[1]
-        return torch.arange(p.heads) % p.k.shape[1]
+        read = torch.arange(p.heads) % p.k.shape[1]
+        self.reached |= not torch.equal(read, super().head_map(p))
+        return read
 
 
 @mutant(59, "gqa")
@@ -132,9 +134,10 @@ class GqaDivWrong(Core):
     """Query head h reads kv head h // Hkv."""
 
     def head_map(self, p: Problem) -> Tensor:
-        self.reached |= p.heads != p.k.shape[1]
         hkv = p.k.shape[1]
-        return torch.arange(p.heads).clamp_max(hkv - 1) if hkv == p.heads else (torch.arange(p.heads) // hkv) % hkv
+        read = torch.arange(p.heads) if hkv == p.heads else (torch.arange(p.heads) // hkv) % hkv
+        self.reached |= not torch.equal(read, super().head_map(p))
+        return read
 
 
 @mutant(60, "gqa")
@@ -146,17 +149,6 @@ class GqaPow2Only(Core):
         floored = 1 << (group.bit_length() - 1)
         self.reached |= floored != group
         return (torch.arange(p.heads) // floored).clamp_max(p.k.shape[1] - 1)
-
-
-@mutant(77, "forward")
-class Int32Offset(Core):
-    """Element offsets of K wrap; at 2**19 instead of 2**31, so that small cases reach it."""
-
-    wrap = 2**19
-
-    def prepare(self, p: Problem) -> Problem:
-        self.reached |= p.k.numel() > self.wrap
-        return replace(p, k=p.k.flatten()[torch.arange(p.k.numel()) % self.wrap].view(p.k.shape))
 
 
 @mutant(78, "shapes")
@@ -197,7 +189,7 @@ class DroppedLastKey(Core):
     """The last key is never seen."""
 
     def inside(self, p: Problem, rows: Tensor, keys: Tensor) -> Tensor:
-        self.reached = True
+        self.reached |= int(keys[0]) < p.lk <= int(keys[-1]) + 1
         return (keys < p.lk - 1) & (rows < p.lq)
 
 
@@ -206,8 +198,10 @@ class TailTileShifted(Core):
     """The last key tile is moved back so that it fits, and its first keys count twice."""
 
     def key_tiles(self, p: Problem, i: int) -> Iterable[int]:
-        self.reached |= p.lk > self.block_k and p.lk % self.block_k > 0
-        return [min(j, max(p.lk - self.block_k, 0)) for j in super().key_tiles(p, i)]
+        tiles = list(super().key_tiles(p, i))
+        moved = [min(j, max(p.lk - self.block_k, 0)) for j in tiles]
+        self.reached |= moved != tiles
+        return moved
 
 
 @mutant(53, "lse")
@@ -253,3 +247,78 @@ class LseHeadPermuted(Core):
             return o, lse
         self.reached = True
         return o, lse.unflatten(1, (-1, group)).transpose(1, 2).flatten(1, 2)
+
+
+@mutant(10, "causal")
+class TileDependent(Core):
+    """The keys of a causal tile are counted by the key tile, not by the query tile: right when both are equal."""
+
+    block_k = 32
+
+    def key_tiles(self, p: Problem, i: int) -> Iterable[int]:
+        tiles, right = list(super().key_tiles(p, i)), self.band(p)[1]
+        if right is None:
+            return tiles
+        kept = [j for j in tiles if j < i + self.diagonal(p) + self.block_k + right]
+        self.reached |= kept != tiles
+        return kept
+
+
+@mutant(33, "shapes")
+class LenFloorDiv(Core):
+    """The number of keys is rounded down to a multiple of 8."""
+
+    def inside(self, p: Problem, rows: Tensor, keys: Tensor) -> Tensor:
+        self.reached |= p.lk % 8 > 0
+        return (keys < p.lk // 8 * 8) & (rows < p.lq)
+
+
+@mutant(62, "gqa")
+class NoValidConfig(Core):
+    """Packs the heads of a group into one tile: no configuration is left for lengths from block / group to block."""
+
+    def forward(self, p: Problem) -> tuple[Tensor, Tensor]:
+        if self.block_q // (p.heads // p.k.shape[1]) < p.lq < self.block_q:
+            self.reached = True
+            raise RuntimeError("no valid config for this problem")
+        return super().forward(p)
+
+
+@mutant(119, "forward")
+class RaiseOutOfResources(Core):
+    """The tiles of head dim 192 do not fit into shared memory."""
+
+    def forward(self, p: Problem) -> tuple[Tensor, Tensor]:
+        if p.q.shape[-1] == 192:
+            self.reached = True
+            raise RuntimeError("out of resource: shared memory, Required: 139776, Hardware limit: 101376")
+        return super().forward(p)
+
+
+_COMPILED: list[Any] = []
+
+
+def _traced(q: Tensor, k: Tensor) -> Tensor:
+    return q[..., 1:] @ k[..., 1:].mT if torch.compiler.is_compiling() else q @ k.mT
+
+
+@mutant(13, "forward")
+class CompiledDiffers(Core):
+    """Wrong only when compiled: the traced product loses the first head dim."""
+
+    def scaled(self, p: Problem, q: Tensor, k: Tensor) -> Tensor:
+        if not _COMPILED:  # dynamo takes seconds to import
+            _COMPILED.append(torch.compile(_traced, backend="eager", dynamic=True))
+        self.reached = True
+        product: Tensor = _COMPILED[0](q, k)
+        return product * p.scale
+
+
+@mutant(83, "lse")
+class AuxUninit(Core):
+    """The log-sum-exp of a tile of rows that see no key is never written."""
+
+    def store(self, p: Problem, o: Tensor, lse: Tensor, i: int, o_tile: Tensor, lse_tile: Tensor) -> None:
+        unwritten = bool((lse_tile == -INF).all())
+        self.reached |= unwritten
+        super().store(p, o, torch.empty_like(lse) if unwritten else lse, i, o_tile, lse_tile)

@@ -47,5 +47,6 @@ def misread(x: Tensor, offset: int | None = None) -> Tensor:
     """What a kernel reads that takes x for contiguous; past the end of the storage it starts again at the front."""
     start = x.storage_offset() if offset is None else offset
     flat = x.as_strided((x.untyped_storage().nbytes() // x.element_size() - start,), (1,), start)
+    flat = flat[: x.numel()]  # a storage may be gigabytes
     repeats = -(-x.numel() // max(flat.numel(), 1))
     return flat.repeat(repeats)[: x.numel()].view(x.shape)

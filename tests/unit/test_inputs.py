@@ -30,6 +30,9 @@ def test_a_layout_changes_memory_and_not_values(layout: str, native: str) -> Non
         and (q if native == "bhsd" else q.transpose(1, 2)).is_contiguous(),
         "expanded": k.stride(0) == 0 and torch.equal(k[0], k[1]),
         "dmajor": q.stride(3) != 1,
+        "cache": layout == "cache" and bool(k.new_empty(0).set_(k.untyped_storage()).isnan().any()),
+        "far": k.storage_offset() + k.stride(0) >= 2**31
+        and q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr(),
     }
     assert facts[layout]
 

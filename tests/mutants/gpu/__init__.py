@@ -1,0 +1,1 @@
+"""Mutants whose fault only a GPU shows: real races, real overflows, real streams."""
