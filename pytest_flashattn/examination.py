@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+from dataclasses import replace
+
 from torch import Tensor
 
 import oracles
 
-from . import attempt
+from . import attempt, sensitivity
 from .cases import Case
+from .diagnosis import notebook
 from .implementation import Implementation, Unsupported
 from .inputs import TORCH_DTYPES, Inputs, make_inputs
 from .judge import against_bound, against_noise
@@ -57,6 +61,7 @@ def judge(
     """Every output against its truth: the element bound, then the noise floor. Gradients exactly like outputs.
 
     rows: judge the output (and nothing else) on these query rows only, by the bound alone.
+    A measure that would have accepted a result that was never computed says so (`Measure.blind`).
     """
     support, case = implementation.support, inputs.case
     backward = any(name.startswith("d") for name in outputs)
@@ -77,7 +82,7 @@ def judge(
             dlse=inputs.dlse if lse_gradient else None,
             p_dtype=TORCH_DTYPES[support.p_dtype] if support.p_dtype else None,
         )
-    measures = []
+    measures: list[Measure] = []
     for name, got in outputs.items():
         allowed = limits(name, case)
         believed = expected[name]
@@ -86,21 +91,38 @@ def judge(
             believed = oracles.Truth(*(x[:, :, rows] for x in (believed.value, believed.random, believed.fixed)))
         measures.append(against_bound(name, got, believed, allowed.lam))
         if name in emulated and name in floor:
-            measures += against_noise(name, got, believed, emulated[name], tensor=allowed.tensor, block=allowed.block)
+            measures += against_noise(
+                name,
+                got,
+                believed,
+                emulated[name],
+                tensor=allowed.tensor,
+                block=allowed.block,
+                draws=case.q * case.heads // case.kv_heads if name in ("dk", "dv") else None,
+            )
+    if rows == slice(None):
+        judged = {name: expected[name] for name in outputs}
+        blind = sensitivity.blind_spots(inputs, judged, support.alignment, lse_gradient=lse_gradient)
+        measures = [replace(m, blind=blind.get(m.quantity, "")) for m in measures]
+    if (notes := notebook.current()) is not None and not all(m.ok for m in measures):
+        notes.failure(inputs, outputs, expected, measures, rows)
     return measures
 
 
 def examine(implementation: Implementation, inputs: Inputs, *, backward: bool = True, lse: bool = True) -> Verdict:
     """The verdict on everything the implementation declares for this case: output, log-sum-exp, gradients."""
-    features = implementation.support.features
-    lse = lse and "lse" in features
-    outputs: dict[str, Tensor] | None = None
-    if backward and implementation.support.gap(inputs.case, ("backward",)) is None:
-        try:
-            wrt = attempt.differentiable(implementation, inputs)
-            outputs = attempt.backward(implementation, inputs, wrt=wrt, lse=lse)
-        except Unsupported:
-            outputs = None  # forward only: judge what there is
-    if outputs is None:
-        outputs = attempt.forward(implementation, inputs, lse=lse)
+    outputs = declared_outputs(implementation, inputs, backward=backward, lse=lse)
     return Verdict.of(judge(implementation, inputs, outputs))
+
+
+def declared_outputs(
+    implementation: Implementation, inputs: Inputs, *, backward: bool = True, lse: bool = True
+) -> dict[str, Tensor]:
+    """What the implementation returns of everything it declares for this case: output, log-sum-exp, gradients."""
+    lse = lse and "lse" in implementation.support.features
+    if backward and implementation.support.gap(inputs.case, ("backward",)) is None:
+        # Unsupported: forward only; judge what there is.
+        with contextlib.suppress(Unsupported):
+            wrt = attempt.differentiable(implementation, inputs)
+            return attempt.backward(implementation, inputs, wrt=wrt, lse=lse)
+    return attempt.forward(implementation, inputs, lse=lse)

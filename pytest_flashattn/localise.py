@@ -19,13 +19,13 @@ def where(wrong: Tensor) -> str:
         size = wrong.shape[axis]
         hit = wrong.any(dim=tuple(a for a in range(wrong.dim()) if a != axis)).nonzero().flatten().tolist()
         if size > 1 and len(hit) < size:
-            parts.append(f"{name}{'s' if len(hit) > 1 else ''} {_ranges(hit)} of {size}".replace("batchs", "batches"))
+            parts.append(f"{name}{'s' if len(hit) > 1 else ''} {ranges(hit)} of {size}".replace("batchs", "batches"))
     if not parts:
         return f"where: everywhere ({int(wrong.sum()) / wrong.numel():.0%} of the elements)"
     return "where: " + ", ".join(parts)
 
 
-def _ranges(indices: list[int], most: int = 4) -> str:
+def ranges(indices: list[int], most: int = 4) -> str:
     """[0, 1, 2, 5] -> "0-2, 5"; more than `most` ranges are only counted."""
     starts = [i for n, i in enumerate(indices) if n == 0 or i != indices[n - 1] + 1]
     ends = [i for n, i in enumerate(indices) if n == len(indices) - 1 or i != indices[n + 1] - 1]

@@ -13,16 +13,26 @@ import torch
 
 from .cases import Case
 from .checks.registry import Function, find
+from .diagnosis import notebook
 from .implementation import Implementation, ImplementationError, Unsupported, present
 from .memory import shortage
 from .verdict import Verdict
 
 
-def run_check(name: str, implementation: Implementation, case: Case) -> Verdict:
-    """The verdict of check "chapter.name" on `case`. Raises KeyError for a check that does not exist."""
+def run_check(name: str, implementation: Implementation, case: Case, *, diagnose: bool = True) -> Verdict:
+    """The verdict of check "chapter.name" on `case`; a failed one says what it looks like, if `diagnose`.
+
+    Raises KeyError for a check that does not exist.
+    """
     check = find(name)
     started = time.perf_counter()
-    verdict = gate(implementation, case, check.needs) or _run(check.function, implementation, case)
+    verdict = gate(implementation, case, check.needs)
+    if verdict is None and diagnose:
+        with notebook.opened(name, implementation) as notes:
+            verdict = _run(check.function, implementation, case)
+        verdict = notes.annotate(verdict) if verdict.status == "failed" else verdict
+    elif verdict is None:
+        verdict = _run(check.function, implementation, case)
     return verdict.with_(seconds=round(time.perf_counter() - started, 4))
 
 

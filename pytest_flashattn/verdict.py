@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 STATUSES: tuple[str, ...] = ("verified", "failed", "declared", "unmet", "excused")
-"""verified, failed; or not judged: declared (the implementation says it lacks the feature), unmet (the machine lacks
-the hardware or the memory), excused (listed in the user's expectations file)."""
+"""verified, failed; or not judged: declared (the implementation says it lacks the feature, or declares arithmetic whose
+limits accept anything), unmet (the machine lacks the hardware or the memory), excused (listed in the user's
+expectations file)."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,8 @@ class Measure:
     quantity's own unit ("bound") or as an RMS ratio ("noise"). beyond of total elements exceed their limit.
     worst: index, got, want, error, ulps of the worst element. grade: A to D for the noise floor.
     note: a sentence about where the error lies ("where: row 63 of 64"). needed: the smallest lambda of the element
-    bound that would have accepted every element (what calibration collects).
+    bound that would have accepted every element (what calibration collects). blind: results that were never computed
+    and would have passed as well ("zeros"): this measure proves nothing.
     """
 
     quantity: str
@@ -34,6 +36,7 @@ class Measure:
     grade: str | None = None
     note: str = ""
     needed: float | None = None
+    blind: str = ""
 
     @property
     def ok(self) -> bool:
@@ -78,12 +81,17 @@ class Verdict:
     def of(cls, measures: list[Measure], *, reason: str = "", diagnosis: tuple[str, ...] = ()) -> Verdict:
         """Verified when every measure holds, failed otherwise; `reason` leads the text of a failure.
 
+        Declared when every measure holds but one is blind: the arithmetic that is declared leaves nothing to judge.
         Raises ValueError when nothing was measured: a check that compares nothing must not count as verified.
         """
         if not measures:
             raise ValueError("a verdict needs at least one measure")
-        status = "verified" if all(m.ok for m in measures) else "failed"
-        return cls(status, reason if status == "failed" else "", tuple(measures), diagnosis)
+        if not all(m.ok for m in measures):
+            return cls("failed", reason, tuple(measures), diagnosis)
+        if blind := dict.fromkeys(f"{m.blind} as {m.quantity}" for m in measures if m.blind):
+            reason = f"the limits of its arithmetic are too wide here: they accept {'; '.join(blind)}"
+            return cls("declared", reason, tuple(measures))
+        return cls("verified", "", tuple(measures), diagnosis)
 
     @classmethod
     def failed(cls, reason: str) -> Verdict:

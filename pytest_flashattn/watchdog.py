@@ -7,9 +7,11 @@ and dies; xdist replaces it, and the controller books the case as failed with th
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import sys
 import threading
+import time
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +25,14 @@ GRACE = 20.0
 """Seconds the reports of other plugins may take once the process is doomed."""
 
 
+_deadline = math.inf
+
+
+def remaining() -> float:
+    """Seconds until the running test counts as a hang; infinite without a limit."""
+    return _deadline - time.monotonic()
+
+
 class Watchdog:
     """Watches one test at a time; a kernel that holds the GIL for ever is beyond it."""
 
@@ -34,12 +44,16 @@ class Watchdog:
         self._timer = threading.Timer(seconds, self._bark) if seconds else None
 
     def __enter__(self) -> None:
+        global _deadline
         self._main = threading.get_ident()
         if self._timer is not None:
+            _deadline = time.monotonic() + self._timer.interval
             self._timer.daemon = True
             self._timer.start()
 
     def __exit__(self, *_: object) -> None:
+        global _deadline
+        _deadline = math.inf
         with self._lock:  # either the test is over or the watchdog has barked, never both
             self._over = True
         if self._timer is not None:
