@@ -15,3 +15,6 @@ CHAPTERS: dict[str, str] = {
     "metamorphic": "relations that hold without a reference",
     "contract": "dtype, aliasing, repetition, refusals",
 }
+
+DRAWN: dict[str, str] = {"fuzz": "cases drawn at random (--flashattn-fuzz), shrunk to the smallest that fails"}
+"""Chapters without a matrix, which run only when asked for."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from .chapters import CHAPTERS
+from .chapters import CHAPTERS, DRAWN
 from .options import SETTINGS, Settings
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 ROOT = "flashattn-suite"
 PACKAGE = "pytest_flashattn.suite"
 ARCHITECTURES = ("sm80", "sm90", "sm100")
-BY_NAME_ONLY: tuple[str, ...] = ("performance",)
+BY_NAME_ONLY: tuple[str, ...] = ("performance", *DRAWN)
 """Chapters that run only when they are named: a whole suite means CHAPTERS."""
 
 IMPLEMENTATION = "_flashattn_implementation"
@@ -93,6 +93,8 @@ def select(config: pytest.Config, settings: Settings) -> Selection:
     automatic = settings.suite == "auto" and bool(settings.impl) and not given
     if not picks and (settings.suite == "always" or automatic):
         picks.append(Pick(ROOT))
+    if settings.fuzz and any(not pick.chapter for pick in picks):
+        picks += [Pick(f"{ROOT}/{chapter}", chapter) for chapter in DRAWN]
     config.stash[SETTINGS] = settings
     config.stash[SELECTION] = selection = Selection(tuple(picks))
     return selection
@@ -141,8 +143,9 @@ def _validate_case(pick: Pick, settings: Settings) -> None:
     try:
         Case.parse(case)
     except ValueError as error:
-        known = [c.id for c in matrices.cases_for(pick.chapter, pick.check, settings.matrix, settings.seed)]
-        raise _nothing(pick, case, known, str(error)) from None
+        named = pick.chapter in CHAPTERS
+        cases = matrices.cases_for(pick.chapter, pick.check, settings.matrix, settings.seed) if named else []
+        raise _nothing(pick, case, [c.id for c in cases], str(error)) from None
 
 
 def _nothing(pick: Pick, wrong: str, known: list[str], why: str = "") -> pytest.UsageError:
@@ -249,7 +252,8 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
     names = list(metafunc.config.stash[SETTINGS].names())
     cases = _cases_of(metafunc) if "flashattn_case" in metafunc.fixturenames else None
     if cases is not None and len(names) > 1:
-        pairs = [(case, name) for case in cases for name in names]
+        drawn = _drawn(metafunc)
+        pairs = [(case, name) for case in cases for name in names if case not in drawn or name in drawn[case]]
         ids = [f"{case.id}@{name}" for case, name in pairs]
         metafunc.parametrize(("flashattn_case", IMPLEMENTATION), pairs, ids=ids, indirect=True)
     elif cases is not None:
@@ -267,7 +271,10 @@ def _cases_of(metafunc: pytest.Metafunc) -> list[Case] | None:
     try:
         if (module := node.getparent(SuiteModule)) is not None:
             check = metafunc.function.__name__.removeprefix("test_")
-            cases = matrices.cases_for(module.name, check, settings.matrix, settings.seed)
+            if module.name in DRAWN:
+                cases = list(_drawn(metafunc))
+            else:
+                cases = matrices.cases_for(module.name, check, settings.matrix, settings.seed)
             asked = (Case.parse(text, seed=settings.seed) for text in selection.extra_cases(module.name, check))
             return list(dict.fromkeys([*cases, *asked]))
         if (marker := node.get_closest_marker("flashattn_cases")) is not None:
@@ -275,6 +282,20 @@ def _cases_of(metafunc: pytest.Metafunc) -> list[Case] | None:
     except (ValueError, TypeError) as error:  # TableError is a ValueError; TypeError: the marker's arguments
         raise pytest.Collector.CollectError(f"{node.nodeid}: {error}") from None
     return None
+
+
+def _drawn(metafunc: pytest.Metafunc) -> dict[Case, list[str]]:
+    """The drawn cases of the fuzz chapter, each with the implementations that it was drawn for."""
+    module = metafunc.definition.getparent(SuiteModule)
+    if module is None or module.name not in DRAWN or not metafunc.config.stash[SETTINGS].fuzz:
+        return {}
+    from . import fuzz
+
+    found: dict[Case, list[str]] = {}
+    for name, cases in fuzz.draws(metafunc.config).items():
+        for case in cases:
+            found.setdefault(case, []).append(name)
+    return found
 
 
 def _marked(name: str, matrix: str | None = None, *, settings: Settings) -> list[Case]:

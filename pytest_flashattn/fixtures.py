@@ -107,11 +107,14 @@ def flashattn_oracle(flashattn_inputs: Inputs, flashattn_impl: Implementation) -
 @pytest.fixture
 def flashattn_check(request: pytest.FixtureRequest, flashattn_impl: Implementation) -> RunCheck:
     """`flashattn_check("forward.matches_oracle", case)`: run a check, record its verdict, fail or skip the test."""
-    from . import outcomes
+    from . import outcomes, state
 
     def check(name: str, case: Case, /) -> Verdict:
-        from . import trial
+        from . import fuzz, trial
 
-        return outcomes.settle(request.node, trial.run_check(name, flashattn_impl, case))
+        verdict = trial.run_check(name, flashattn_impl, case)
+        if verdict.status == "failed" and name.startswith(f"{fuzz.CHAPTER}."):
+            verdict = fuzz.explain(name, flashattn_impl, case, verdict, state.of(request.config))
+        return outcomes.settle(request.node, verdict)
 
     return check

@@ -64,6 +64,12 @@ def _seed(text: str) -> int:
     return int(text)
 
 
+def _count(text: str) -> int:
+    if not re.fullmatch(r"\d{1,6}", text):
+        raise ValueError(f"{text!r} is no number of cases; write a whole number such as 200")
+    return int(text)
+
+
 def _seconds(text: str) -> float:
     if not re.fullmatch(r"\d+(\.\d*)?", text):
         raise ValueError(f"{text!r} is no number of seconds; write for instance 60, or 0 for no limit")
@@ -89,7 +95,10 @@ OPTIONS: tuple[Option, ...] = (
            "instead of what its signature tells"),
     Option("matrix", "default", "LEVEL", "how many cases a check runs on: 'smoke' (seconds), 'default' (every pair of "
            "values), 'full'", parse=_one_of(*LEVELS)),
-    Option("seed", 0, "N", "seed of all tensors; the same seed gives the same tensors on every machine", parse=_seed),
+    Option("fuzz", 0, "N", "draw N more cases (chapter fuzz) from all that an implementation declares, and shrink one "
+           "that fails to the smallest; needs Hypothesis", ini=False, parse=_count),
+    Option("seed", 0, "N", "seed of all tensors and drawn cases; the same seed gives the same ones on every machine",
+           parse=_seed),
     Option("device", "auto", "DEVICE", "where cases run: auto (CUDA if there is a device), cpu, cuda or cuda:N",
            parse=_device),
     Option("json", None, "PATH", "write every result to PATH as JSON, also when the run is cut short", ini=False),
@@ -111,6 +120,7 @@ class Settings:
     convention: str | None
     support: str | None
     matrix: str
+    fuzz: int
     seed: int
     device: str
     json: Path | None

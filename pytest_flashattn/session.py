@@ -32,6 +32,10 @@ def start(run: State) -> None:
         if not run.settings.impl and not run.collect_only:
             raise pytest.UsageError(f"the suite needs an implementation; {state.NAME_ONE}")
         collection.validate(run.config)
+    if run.selection or run.settings.fuzz:
+        from . import fuzz
+
+        fuzz.validate(run.settings, run.selection)
     if run.collect_only:
         return
     if run.settings.json is not None:

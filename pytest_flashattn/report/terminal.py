@@ -42,7 +42,8 @@ def machine(run: State, cases: int | None) -> str:
     found = versions()
     software = ", ".join(f"{name} {found[name]}" for name in ("torch", "triton") if found.get(name))
     counted = "" if cases is None else f" {cases} case{'s' * (cases != 1)},"
-    return f"flashattn: {device}, {software}; matrix {run.settings.matrix},{counted} seed {run.settings.seed}"
+    fuzz = f", fuzz {run.settings.fuzz}" if run.settings.fuzz else ""
+    return f"flashattn: {device}, {software}; matrix {run.settings.matrix}{fuzz},{counted} seed {run.settings.seed}"
 
 
 def summary(terminal: pytest.TerminalReporter, run: State, ledger: Ledger) -> None:

@@ -53,7 +53,7 @@ def gate(implementation: FakeImplementation, case: Any) -> Verdict | None:
     return Verdict("declared", lack) if lack else None
 
 
-def run_check(name: str, implementation: FakeImplementation, case: Any) -> Verdict:
+def run_check(name: str, implementation: FakeImplementation, case: Any, *, diagnose: bool = True) -> Verdict:
     who = implementation.name
     if who == "noisy":
         print("x" * 1_000_000)
@@ -97,4 +97,8 @@ def pytest_configure(config: pytest.Config) -> None:
         patch.setattr(pytest_flashattn, name, module, raising=False)
     patch.setattr(capability, "probe", lambda setting: DEVICES[os.environ.get("FAKE_DEVICE", "cpu")])
     patch.setattr(capability, "check_device", lambda setting: None)
+    if "FAKE_WITHOUT_HYPOTHESIS" in os.environ:
+        patch.setitem(sys.modules, "hypothesis", None)
+        patch.delitem(sys.modules, "pytest_flashattn.strategies", raising=False)
+        patch.delattr(pytest_flashattn, "strategies", raising=False)
     patch.setitem(POISON, "said", "poisons" in " ".join(map(str, config.invocation_params.args)))

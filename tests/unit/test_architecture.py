@@ -13,13 +13,15 @@ ROOT = Path(__file__).resolve().parents[2]
 STDLIB = set(sys.stdlib_module_names) | {"__future__"}
 TORCH_FREE = (
     "features", "support", "cases", "covering", "matrices", "tolerances", "chapters", "verdict", "options",
-    "collection", "expectations", "ledger", "plugin",
+    "collection", "expectations", "ledger", "plugin", "fuzz", "strategies",
 )  # fmt: skip
 ALLOWED = {
     "oracles": {"torch", "oracles"},
     "reference_kernels": {"torch", "triton", "reference_kernels"},
-    "pytest_flashattn": {"torch", "pytest", "tabulate", "oracles", "pytest_flashattn", "_pytest", "xdist"},
-}
+    "pytest_flashattn": {
+        "torch", "pytest", "tabulate", "oracles", "pytest_flashattn", "_pytest", "xdist", "hypothesis",
+    },
+}  # fmt: skip
 
 
 def _imports(path: Path, *, top_level: bool = False) -> set[str]:
@@ -59,6 +61,11 @@ def test_packages_import_only_what_the_table_allows(package: str) -> None:
         assert not foreign, f"{path.relative_to(ROOT)} imports {sorted(foreign)}"
 
 
+def test_hypothesis_is_optional() -> None:
+    users = [path.name for path in _files("pytest_flashattn") if any("hypothesis" in n for n in _imports(path))]
+    assert users == ["strategies.py"]
+
+
 def test_nothing_imports_the_plugin_or_the_suite() -> None:
     for package in ALLOWED:
         for path in _files(package):
@@ -78,10 +85,10 @@ def test_torch_free_modules_are_torch_free() -> None:
 
 
 def test_every_check_has_its_suite_test_and_every_suite_test_its_check() -> None:
-    from pytest_flashattn.chapters import CHAPTERS
+    from pytest_flashattn.chapters import CHAPTERS, DRAWN
     from pytest_flashattn.checks.registry import checks_of
 
-    for chapter in CHAPTERS:
+    for chapter in (*CHAPTERS, *DRAWN):
         tree = ast.parse((ROOT / "pytest_flashattn" / "suite" / f"{chapter}.py").read_text(encoding="utf-8"))
         tests = {n.name for n in tree.body if isinstance(n, ast.FunctionDef)}
         assert tests == {f"test_{c.name.partition('.')[2]}" for c in checks_of(chapter)}
