@@ -1,6 +1,6 @@
-"""The tables of docs/kernels.md, from a file that measurements/kernels.py wrote.
+"""The tables of docs/kernels.md, from the files that measurements/kernels.py, hopper.py and hopper_backward.py wrote.
 
-python measurements/kernel_tables.py measurements/h200/kernels.json
+python measurements/kernel_tables.py measurements/h200
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import json
 import math
 import statistics
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +43,114 @@ def memory(report: dict[str, Any]) -> list[str]:
     return lines
 
 
+def hopper_forward(report: dict[str, Any]) -> list[str]:
+    """The frozen maximum in bf16, which is what runs, by length; means of it, of the running maximum, and of fp16."""
+    cells = _hopper(report, "speed")
+    rows = {setting: found for setting, found in cells.items() if setting[2] == "bf16"}
+    lines = _by_length(rows, "freeze", "D")
+    for name, form, dtype in (
+        ("bf16, as above", "freeze", "bf16"),
+        ("bf16, running maximum", "online", "bf16"),
+        ("fp16, running maximum", "online", "fp16"),
+    ):
+        found = [c for (_, _, kind), by_length in cells.items() if kind == dtype for c in by_length.values()]
+        lines.append(_summary(name, len(_lengths(rows)), found, form))
+    return lines
+
+
+def hopper_backward(report: dict[str, Any]) -> list[str]:
+    """Both forms by length; means of each over the head dims that it has."""
+    cells = _hopper(report, "speed")
+    one_pass = {setting: found for setting, found in cells.items() if setting[0] < 256}
+    lines = _by_length(one_pass, "onepass", "one pass, D")
+    lines += [line.replace("| ", "| two passes, ", 1) for line in _by_length(cells, "twopass", "D")[2:]]
+    width = len(_lengths(cells))
+    lines.append(_summary("one pass, D 64 and 128", width, _flat(one_pass), "onepass"))
+    lines.append(_summary("two passes, D 64 and 128", width, _flat(one_pass), "twopass"))
+    wide = {setting: found for setting, found in cells.items() if setting[0] == 256}
+    lines.append(_summary("two passes, D 256", width, _flat(wide), "twopass"))
+    return lines
+
+
+def hopper_costs(report: dict[str, Any]) -> list[str]:
+    """TFLOP/s as a share: of the even problem's, and, where every tile is repeated, of the running maximum's."""
+    repeated = _hopper(report, "late")
+    lines = ["| D, N | N − 1 | N + 1 | 8 query heads to a kv head | all repeated |", "|---|---|---|---|---|"]
+    for setting, by_length in sorted(_hopper(report, "loss").items()):
+        for n, cell in sorted(by_length.items()):
+            shares = [f"{cell['ratios'][f'{name}/even']:.2f}" for name in ("minus", "plus", "gqa8")]
+            late = repeated.get(setting, {}).get(n)
+            shares.append(f"{late['ratios']['repeated/online']:.2f}" if late else "")
+            lines.append(f"| {_said(setting)}, N {n} | " + " | ".join(shares) + " |")
+    return lines
+
+
+Setting = tuple[int, bool, str]
+"""D, causal, dtype."""
+
+
+def _hopper(report: dict[str, Any], kind: str) -> dict[Setting, dict[int, dict[str, Any]]]:
+    """The cells of one kind by setting and length. A cell is named "kind D causal N dtype", the backward's without."""
+    found: dict[Setting, dict[int, dict[str, Any]]] = {}
+    for cell in report["cells"]:
+        name, d, causal, n, *dtype = cell["cell"].split()
+        if name == kind:
+            found.setdefault((int(d), causal == "1", dtype[0] if dtype else "bf16"), {})[int(n)] = cell
+    return found
+
+
+def _by_length(rows: dict[Setting, dict[int, dict[str, Any]]], form: str, head: str) -> list[str]:
+    lengths = _lengths(rows)
+    lines = [f"| {head} | " + " | ".join(f"N {n}" for n in lengths) + " | × FA2 | × cuDNN | least × cuDNN |"]
+    lines.append("|---|" + "---|" * (len(lengths) + 3))
+    for setting in sorted(rows):
+        found = rows[setting]
+        values = [f"{found[n]['tflops'][form]:.0f}" for n in lengths] + _ratios(found.values(), form)
+        lines.append(f"| {_said(setting)} | " + " | ".join(values) + " |")
+    return lines
+
+
+def _summary(name: str, lengths: int, cells: list[dict[str, Any]], form: str) -> str:
+    values = [f"**{value}**" for value in _ratios(cells, form)]
+    return f"| {name} | " + " | ".join([""] * lengths + values) + " |"
+
+
+def _ratios(cells: Iterable[dict[str, Any]], form: str) -> list[str]:
+    fa2, cudnn = ([cell["ratios"][f"{form}/{peer}"] for cell in cells] for peer in ("fa2", "cudnn"))
+    return [f"{_mean(fa2):.2f}", f"{_mean(cudnn):.2f}", f"{min(cudnn):.2f}"]
+
+
+def _lengths(rows: dict[Setting, dict[int, dict[str, Any]]]) -> list[int]:
+    return sorted({n for by_length in rows.values() for n in by_length})
+
+
+def _flat(rows: dict[Setting, dict[int, dict[str, Any]]]) -> list[dict[str, Any]]:
+    return [cell for by_length in rows.values() for cell in by_length.values()]
+
+
+def _said(setting: Setting) -> str:
+    d, causal, _ = setting
+    return f"{d}, causal" if causal else f"{d}"
+
+
 def _mean(ratios: Any) -> float:
     return math.exp(statistics.fmean(math.log(ratio) for ratio in ratios))
 
 
+def tables(folder: Path) -> dict[str, list[str]]:
+    """Every table by the marker under which docs/kernels.md has it."""
+    kernels, forward, backward = (
+        json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+        for name in ("kernels", "hopper-forward", "hopper-backward")
+    )
+    return {
+        "kernel-speed": speed(kernels),
+        "kernel-memory": memory(kernels),
+        "hopper-forward": hopper_forward(forward),
+        "hopper-backward": hopper_backward(backward),
+        "hopper-costs": hopper_costs(forward),
+    }
+
+
 if __name__ == "__main__":
-    report = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    print("\n".join([*speed(report), "", *memory(report)]))
+    print("\n\n".join("\n".join(lines) for lines in tables(Path(sys.argv[1])).values()))

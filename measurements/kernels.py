@@ -1,4 +1,4 @@
-"""Measure the reference kernels on a GPU against PyTorch's SDPA backends in the same process; one JSON file.
+"""Measure the plain Triton kernels on a GPU against PyTorch's SDPA backends in the same process; one JSON file.
 
     python measurements/kernels.py --out measurements/h200/kernels.json [--only speed,memory]
 
@@ -39,8 +39,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import oracles
 from pytest_flashattn import peers
-from reference_kernels import flash_attention
 from reference_kernels.naive import naive_attention
+from reference_kernels.variants import triton as flash_attention
 
 TOKENS, HIDDEN = 16384, 2048
 FLUSH_BYTES = 256 << 20  # several times the L2 of any GPU

@@ -12,7 +12,8 @@ Read them in this order:
     backward        recomputation: backward_kv (dK, dV), backward_q (dQ), bias_gradient
 
 Around them `tiles` (loads and products), `configs` (tile sizes), `launch` (arguments), `cases` (for the compile lane),
-`ops` (operators of torch) and `api` (the public function). `python -m reference_kernels.forward` runs one by itself.
+`dispatch` (these kernels, or those of `hopper`), `ops` (operators of torch), `api` (the public function) and `variants`
+(the same with one kernel). `python -m reference_kernels.forward` runs one by itself.
 
 Importing the package imports neither torch nor Triton, needs no GPU and compiles nothing.
 """

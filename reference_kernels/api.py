@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
+from .dispatch import KERNELS, machine
 from .ops import attention
 from .tiles import INTERPRETED
 
@@ -21,12 +22,14 @@ def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = ..., scale: float | None = ...,
     window: tuple[int | None, int | None] | None = ..., softcap: float | None = ..., alibi_slopes: Tensor | None = ...,
     bias: Tensor | None = ..., sinks: Tensor | None = ..., return_lse: Literal[False] = ...,
+    kernel: str | None = ..., deterministic: bool | None = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = ..., scale: float | None = ...,
     window: tuple[int | None, int | None] | None = ..., softcap: float | None = ..., alibi_slopes: Tensor | None = ...,
     bias: Tensor | None = ..., sinks: Tensor | None = ..., return_lse: Literal[True],
+    kernel: str | None = ..., deterministic: bool | None = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def flash_attention(
     q: Tensor,
@@ -41,6 +44,8 @@ def flash_attention(
     bias: Tensor | None = None,
     sinks: Tensor | None = None,
     return_lse: bool = False,
+    kernel: str | None = "triton",
+    deterministic: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention in O(L) memory, differentiable, for every shape and stride.
 
@@ -53,10 +58,18 @@ def flash_attention(
     to (B, Hq, Lq, Lk)), then causal and window = (left, right) around the diagonal i + Lk - Lq, None unbounded. sinks
     (Hq,): one more logit a head, in the denominator only. Gradients: q, k, v, an additive bias, sinks, and through lse.
 
-    Raises ValueError for arguments that do not fit together, NotImplementedError for what the kernels do not serve.
+    kernel: "hopper" or "triton" runs that one, None the fastest that can (dispatch.py, and `available` for why not).
+    Plain Triton is the default until the choice itself has been on trial on a GPU.
+    The output has the same bits in every call. So have the gradients, but for those of q by the fastest Hopper kernel:
+    deterministic=True asks for one that repeats them too, None for what torch.use_deterministic_algorithms says.
+
+    Raises ValueError for arguments that do not fit together, NotImplementedError for what the kernels, or the one that
+    is named, do not serve.
     """
     _check_inputs(q, k, v)
     _check_options(q, k, window, softcap, scale, alibi_slopes, bias, sinks)
+    if kernel not in (None, *KERNELS):
+        raise ValueError(f"kernel must be one of {', '.join(KERNELS)}, or None for the fastest, got {kernel!r}")
     left, right = window or (None, None)
     if causal:
         right = 0  # a window's right side is never negative
@@ -65,12 +78,13 @@ def flash_attention(
         q, k, v, alibi_slopes, None if boolean else bias, bias if boolean else None, sinks,
         q.shape[3] ** -0.5 if scale is None else float(scale),
         None if softcap is None else float(softcap), left, right, "ieee",
+        kernel, torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
 
 class Availability(NamedTuple):
-    """reason: why the kernel cannot run on this machine; empty where it can."""
+    """kernel: its module in this package. reason: why it cannot run on this machine; empty where it can."""
 
     kernel: str
     available: bool
@@ -78,7 +92,7 @@ class Availability(NamedTuple):
 
 
 def available() -> list[Availability]:
-    """Which kernels can run in this process, and why not. Compiles nothing."""
+    """Which kernels can run in this process, on the current GPU, best first, and why not. Compiles nothing."""
     if _ON_CPU:
         reason = ""
     elif not torch.cuda.is_available():
@@ -87,8 +101,13 @@ def available() -> list[Availability]:
         reason = "the GPU is older than compute capability 8.0"
     else:
         reason = ""
-    names = ("forward", "backward", "bias_gradient")
-    return [*(Availability(name, not reason, reason) for name in names), Availability("naive", True, "")]
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    hopper = machine(device) or ""
+    return [
+        *(Availability(name, not hopper, hopper) for name in ("hopper.forward", "hopper.backward")),
+        *(Availability(name, not reason, reason) for name in ("forward", "backward", "bias_gradient")),
+        Availability("naive", True, ""),
+    ]
 
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -4,8 +4,8 @@ A row holds for head dimensions up to its own; the wider of D and Dv counts. Not
 same call on the same GPU model always runs the same kernel. What bounds a row is shared memory (sm_80 163 KiB, sm_89
 and sm_120 99 KiB, sm_90 and sm_100 227 KiB) and 255 registers a thread: `python -m reference_kernels.compiling` shows
 what the compiler makes of it. Terms of the scores (softcap, ALiBi, bias, mask) need registers of their own: with any of
-them half as many rows or keys are streamed at a time. The rows of sm_90 are the fastest of measurements/h200/tune.json; the
-others are what compiles well, not measured.
+them half as many rows or keys are streamed at a time. The rows of sm_90 are the fastest of measurements/h200/tune.json;
+the others are what compiles well, not measured.
 """
 
 from __future__ import annotations

@@ -90,12 +90,12 @@ def speed(d: int, length: int, *, causal: bool, gradients: bool) -> None:
         call = functools.partial(function, q, k, v, causal=causal)
         if gradients:
             call = functools.partial(torch.autograd.grad, call(), (q, k, v), do, retain_graph=True)
-        rates.append(flops / _median_seconds(call) / 1e12)
+        rates.append(flops / median_seconds(call) / 1e12)
     what = "backward" if gradients else "forward"
     print(f"{what} bf16 D {d} N {length}{' causal' if causal else ''}: {rates[0]:.0f} TFLOP/s, SDPA {rates[1]:.0f}")
 
 
-def _median_seconds(call: Callable[[], Any]) -> float:
+def median_seconds(call: Callable[[], Any]) -> float:
     flush = torch.empty(2**28, dtype=torch.int8, device="cuda")
     times = []
     for repeat in range(25):
@@ -111,7 +111,7 @@ def _median_seconds(call: Callable[[], Any]) -> float:
 
 
 def _function(kernel: str) -> Callable[..., Any]:
-    from .api import flash_attention
     from .naive import naive_attention
+    from .variants import triton
 
-    return naive_attention if kernel == "naive" else flash_attention
+    return naive_attention if kernel == "naive" else triton

@@ -1,8 +1,9 @@
 # No `from __future__ import annotations`: torch.library reads the types of the signatures below.
 """The kernels as operators of PyTorch, so that autograd, torch.compile and CUDA graphs see them.
 
-An operator takes tensors and numbers, and has beside its kernel a fake one that only knows shapes and dtypes. Nothing
-here waits for the device. torch.library.opcheck is run on both operators by tests/kernels.
+An operator takes tensors and numbers, and has beside its kernel a fake one that only knows shapes and dtypes. Which
+kernel runs is decided when it runs (dispatch.py), where there are strides and addresses to look at: the fake one is the
+same for all. torch.library.opcheck is run on both operators by tests/kernels.
 """
 
 from typing import Any
@@ -10,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .backward import backward
-from .forward import forward
+from . import dispatch
 
 
 @torch.library.custom_op("reference_kernels::attention", mutates_args=())
@@ -28,16 +28,18 @@ def attention(
     left: int | None,
     right: int | None,
     input_precision: str,
+    kernel: str | None,
+    deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
-    """o (B, Hq, Lq, Dv), lse (B, Hq, Lq) float32; arguments as of forward.forward."""
-    return forward(
-        q, k, v, scale=scale, left=left, right=right, softcap=softcap, slopes=slopes, bias=bias, mask=mask, sinks=sinks,
-        input_precision=input_precision,
+    """o (B, Hq, Lq, Dv), lse (B, Hq, Lq) float32; arguments as of dispatch. deterministic: for the backward."""
+    return dispatch.forward(
+        q, k, v, kernel=kernel, scale=scale, left=left, right=right, softcap=softcap, slopes=slopes, bias=bias,
+        mask=mask, sinks=sinks, input_precision=input_precision,
     )  # fmt: skip
 
 
 @attention.register_fake
-def _(q, k, v, slopes, bias, mask, sinks, scale, softcap, left, right, input_precision):  # type: ignore[no-untyped-def]
+def _(q, k, v, slopes, bias, mask, sinks, scale, softcap, left, right, input_precision, kernel, deterministic):  # type: ignore[no-untyped-def]
     shape = (q.shape[0], q.shape[1], q.shape[2])
     return q.new_empty((*shape, v.shape[3])), q.new_empty(shape, dtype=torch.float32)
 
@@ -60,20 +62,25 @@ def attention_backward(
     left: int | None,
     right: int | None,
     input_precision: str,
+    kernel: str | None,
+    deterministic: bool,
     wants: list[bool],
 ) -> list[Tensor]:
     """dq, dk, dv, dbias, dsinks; of what `wants` (q, k or v, bias, sinks) does not ask for an empty tensor."""
     want_q, want_kv, want_bias, want_sinks = wants
-    grads = backward(
-        do, dlse, q, k, v, o, lse, scale=scale, left=left, right=right, softcap=softcap, slopes=slopes, bias=bias,
-        mask=mask, sinks=sinks, want_q=want_q, want_kv=want_kv, want_bias=want_bias, want_sinks=want_sinks,
-        input_precision=input_precision,
+    grads = dispatch.backward(
+        do, dlse, q, k, v, o, lse, kernel=kernel, deterministic=deterministic, scale=scale, left=left, right=right,
+        softcap=softcap, slopes=slopes, bias=bias, mask=mask, sinks=sinks, want_q=want_q, want_kv=want_kv,
+        want_bias=want_bias, want_sinks=want_sinks, input_precision=input_precision,
     )  # fmt: skip
     return [q.new_empty(0) if grad is None else grad for grad in grads]
 
 
 @attention_backward.register_fake
-def _(do, dlse, q, k, v, o, lse, slopes, bias, mask, sinks, scale, softcap, left, right, input_precision, wants):  # type: ignore[no-untyped-def]
+def _(  # type: ignore[no-untyped-def]
+    do, dlse, q, k, v, o, lse, slopes, bias, mask, sinks, scale, softcap, left, right, input_precision, kernel,
+    deterministic, wants,
+):  # fmt: skip
     want_q, want_kv, want_bias, want_sinks = wants
     wanted = ((q, want_q), (k, want_kv), (v, want_kv), (bias, want_bias), (sinks, want_sinks))
     return [q.new_empty(0) if not want or x is None else x.new_empty(x.shape) for x, want in wanted]

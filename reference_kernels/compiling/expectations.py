@@ -121,12 +121,40 @@ _MEASURED: dict[tuple[str, int], int] = {
     ("backward_q-fp16-d128-causal", 90): 16,
 }
 
+#: The Hopper forward with a frozen maximum, whose second walk doubles the code: 3.9.0. Under 3.6.0 it spills nothing.
+_OUTSIDE: dict[tuple[str, int], int] = {
+    ("hopper-forward-bf16-d128-128x128-causal-freeze-diagonals", 90): 164,
+    ("hopper-forward-bf16-d256-128x64-dense-freeze-tail", 90): 284,
+    ("hopper-forward-bf16-d256-128x64-causal-freeze-diagonals", 90): 304,
+}
+
+#: The Hopper backward: dK and dV of a tile, or dQ at D = 256, leave too few of 240 registers. What Triton 3.9.0 makes
+#: of it, but for D = 64. Under 3.6.0, with which docs/kernels.md was measured, it is at most a third, and nothing at
+#: D = 256. Accesses inside loops, 3.6.0 and 3.9.0, in this order: onepass 0 and 45, 1 and 46, 65 and 188, 11 and 71;
+#: dkv 0 and 1, 0 and 1, 6 and 59, 0 and 9; dq 0 and 33, 0 and 36.
+_BACKWARD: dict[tuple[str, int], int] = {
+    ("hopper-onepass-fp16-d64-ragged", 90): 16,
+    ("hopper-onepass-bf16-d128", 90): 1052,
+    ("hopper-onepass-bf16-d128-causal", 90): 1176,
+    ("hopper-onepass-bf16-d128-causal-ragged-grouped", 90): 2072,
+    ("hopper-onepass-fp16-d128-ragged", 90): 1304,
+    ("hopper-dkv-bf16-d128", 90): 44,
+    ("hopper-dkv-bf16-d128-causal", 90): 96,
+    ("hopper-dkv-bf16-d128-causal-ragged-grouped", 90): 564,
+    ("hopper-dkv-fp16-d128-ragged", 90): 156,
+    ("hopper-dkv-bf16-d256-causal", 90): 16,
+    ("hopper-dq-bf16-d256-causal", 90): 904,
+    ("hopper-dq-fp16-d256-ragged", 90): 616,
+}
+
 #: (case name, capability) → (bytes that are accepted, reason). Nothing else may spill.
 SPILL_BUDGETS: dict[tuple[str, int], tuple[int, str]] = {
     key: (spills, reason)
     for table, reason in (
         (_UNTUNED, "as compiled by Triton 3.6.0 and 3.9.0, before tuning on a GPU"),
         (_MEASURED, "the fastest tiles of measurements/h200/tune.json; with scores' terms, their half"),
+        (_OUTSIDE, "scalars of a tile, as compiled by Triton 3.9.0; no loop over keys loads or stores them"),
+        (_BACKWARD, "the accumulators of a backward tile, as compiled by Triton 3.9.0; not timed with it"),
     )
     for key, spills in table.items()
 }
@@ -144,8 +172,8 @@ def expected_family(dot: Dot, capability: int, num_warps: int) -> tuple[str, str
 def violations(compiled: Compiled, spill_budgets: Mapping[tuple[str, int], tuple[int, str]] | None = None) -> list[str]:
     """Say what is wrong with a result, one sentence each; an empty list if every limit is kept.
 
-    A kernel written in Gluon has no `tl.dot` to look up: it names its instructions itself, and only its resources are
-    judged. `spill_budgets` replaces `SPILL_BUDGETS`.
+    A kernel written in Gluon has no `tl.dot` to look up: its case names the instructions that must be there.
+    `spill_budgets` replaces `SPILL_BUDGETS`.
     """
     where = f"{compiled.name} for sm_{compiled.capability}"
     if compiled.fault:
@@ -165,6 +193,7 @@ def violations(compiled: Compiled, spill_budgets: Mapping[tuple[str, int], tuple
     if compiled.spills > budget:
         inside = f", {compiled.local_in_loops} accesses of them inside loops" if compiled.local_in_loops else ""
         said.append(f"{where} spills {compiled.spills:,} bytes a thread{inside}; its budget is {budget:,}.")
+    said += [f"{where} has no {name} instruction." for name in compiled.instructions if not compiled.counts.get(name)]
     if compiled.dots:
         said += _wrong_families(where, compiled)
     said += [f"{where}: ptxas warns: {warning}" for warning in compiled.warnings]

@@ -76,7 +76,13 @@ def compile_all(
                 compiler = compiler or Compiler()
                 case, capability = jobs[index]
                 answer = compiler.ask(messages[index], time_limit)
-                result = Compiled(name=case.name, capability=capability, num_warps=case.num_warps, **answer)
+                result = Compiled(
+                    name=case.name,
+                    capability=capability,
+                    num_warps=case.num_warps,
+                    instructions=tuple(getattr(case, "instructions", ())),
+                    **answer,
+                )
                 with lock:
                     results[index] = result
                     if done is not None:

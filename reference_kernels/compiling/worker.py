@@ -159,16 +159,23 @@ def _disassemble(cubin: bytes) -> str:
 
 
 def local_in_loops(sass: str) -> int:
-    """Count loads and stores of local memory between a label and a later branch back to it."""
+    """Count loads and stores of local memory between a label and a later branch back to it.
+
+    Not where registers change hands in between (USETMAXREG): that is no loop of the kernel's, but the one in which the
+    warp groups of a specialised kernel wait for their part, or the retry of a barrier, which ptxas puts behind the end.
+    """
     labels: dict[str, int] = {}
     local: list[int] = []
+    handed_over = -1
     inside: set[int] = set()
     for number, line in enumerate(sass.splitlines()):
         if label := re.match(r"(\.L\w+):", line):
             labels[label[1]] = number
         elif re.search(r"\b(?:LDL|STL)\b", line):
             local.append(number)
-        elif (branch := re.search(r"\bBRA\b.*`\((\.L\w+)\)", line)) and branch[1] in labels:
+        elif re.search(r"\bUSETMAXREG\b", line):
+            handed_over = number
+        elif (branch := re.search(r"\bBRA\b.*`\((\.L\w+)\)", line)) and labels.get(branch[1], -1) > handed_over:
             inside.update(access for access in local if access > labels[branch[1]])
     return len(inside)
 

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
+import sys
 from typing import Any
 
 import pytest
 import torch
 from documents import ROOT, read
 
+sys.path.insert(0, str(ROOT / "measurements"))
+import hopper
+import hopper_backward
+import kernel_tables
+
 PAGE = read("docs/kernels.md")
+WORDS = " ".join(PAGE.split())
 
 
 def report(name: str) -> dict[str, Any]:
@@ -62,3 +70,69 @@ def test_tiles_are_the_measured_ones(row: dict[str, Any]) -> None:
 def test_number_of_candidates() -> None:
     counted = sum(len(row["candidates"]) for row in report("tune")["rows"])
     assert f"{counted} timed candidates" in PAGE
+
+
+@pytest.mark.parametrize("marker", kernel_tables.tables(ROOT / "measurements/h200"))
+def test_tables_are_what_the_files_hold(marker: str) -> None:
+    lines = kernel_tables.tables(ROOT / "measurements/h200")[marker]
+    assert f"<!-- {marker} -->\n" + "\n".join(lines) + "\n\n" in PAGE, "run python tests/docs/refresh.py"
+
+
+@pytest.mark.parametrize(
+    ("name", "planned"),
+    [
+        ("hopper-forward", hopper.speed_cells),
+        ("hopper-forward-check", hopper.check_cells),
+        ("hopper-backward", hopper_backward.speed_cells),
+        ("hopper-backward-check", hopper_backward.check_cells),
+    ],
+)
+def test_every_cell_of_the_hopper_kernels_was_run_and_is_right(name: str, planned: Any) -> None:
+    cells = report(name)["cells"]
+    assert sorted(cell["cell"] for cell in cells) == sorted(planned())
+    assert all(cell["ok"] for cell in cells)
+    assert all(cell["worst"] <= 1 for cell in cells if "worst" in cell)
+    if name.endswith("check"):
+        assert f"{len(cells)} of {len(cells)}" in WORDS
+
+
+def test_hopper_repeats() -> None:
+    counts = []
+    for name in ("hopper-forward-check", "hopper-backward-check"):
+        repeats = [cell for cell in report(name)["cells"] if cell["cell"].startswith("repeat")]
+        assert all(cell["calls"] == 200 and cell["differing"] == 0 for cell in repeats)
+        counts.append(len(repeats))
+    assert f"In {counts[0]} of the forward's and {counts[1]} of the two passes' the same call, 200 times" in WORDS
+    assert {cell["cell"].split()[1] for cell in repeats} == {"twopass"}
+
+
+def test_weak_points_of_the_hopper_kernels() -> None:
+    forward, backward = report("hopper-forward"), report("hopper-backward")
+    plus = [cell["ratios"]["plus/even"] for cell in forward["cells"] if cell["cell"].startswith("loss")]
+    assert f"lengths just above an even one lose up to {100 * (1 - min(plus)):.0f} %" in WORDS
+    narrow = [cell for cell in backward["cells"] if cell["cell"].split()[1] in ("64", "128")]
+    ratios = [cell["ratios"]["twopass/cudnn"] for cell in narrow]
+    mean = statistics.geometric_mean(ratios)
+    assert f"D = 64 and 128 reach {mean:.2f} of cuDNN in the geometric mean and {min(ratios):.2f} at the least" in WORDS
+    assert f"keeps the host busy for {forward['cells'][-1]['microseconds']:.0f} µs" in WORDS
+    assert {r["versions"]["triton"] for r in (forward, backward)} == {"3.6.0"}
+    assert "fa3" not in json.dumps(forward)
+
+
+def test_one_pass_is_the_faster_backward_where_it_runs() -> None:
+    for cell in report("hopper-backward")["cells"]:
+        if int(cell["cell"].split()[1]) < 256:
+            assert cell["ms"]["onepass"] <= cell["ms"]["twopass"], cell["cell"]
+
+
+def test_spills_of_the_hopper_kernels() -> None:
+    expectations = pytest.importorskip("reference_kernels.compiling.expectations")
+    found = json.loads((ROOT / "measurements/compiled-hopper.json").read_text(encoding="utf-8"))["results"]
+    spills = {(row["name"], row["triton"]): row["spills"] for row in found}
+    names = {name for name, _ in spills}
+    most = {name: max(spills[name, version] for version in ("3.6.0", "3.9.0")) for name in names}
+    budgets = {n: size for (n, _), (size, _) in expectations.SPILL_BUDGETS.items() if n in names}
+    assert budgets == {name: size for name, size in most.items() if size}
+    causal = "hopper-onepass-bf16-d128-causal"
+    old, new = spills[causal, "3.6.0"], spills[causal, "3.9.0"]
+    assert f"spills {new:,} bytes a thread where 3.6.0 spills {old:,}" in WORDS

@@ -33,7 +33,8 @@ def test_without_gpu_and_interpreter_one_sentence_says_so() -> None:
         + """
 for entry in available():
     assert entry.available == (entry.kernel == "naive"), entry
-    assert entry.available or "TRITON_INTERPRET=1" in entry.reason
+    words = "compute capability 9.0" if entry.kernel.startswith("hopper.") else "TRITON_INTERPRET=1"
+    assert entry.available or words in entry.reason
 try:
     flash_attention(q, k, v)
 except NotImplementedError as error:
@@ -74,7 +75,21 @@ refused(ValueError, "does not broadcast", q, k, v, bias=x(33, 41))
 refused(ValueError, "bool", q, k, v, bias=torch.ones(33, 40, dtype=torch.int32))
 refused(ValueError, "sinks", q, k, v, sinks=x(2))
 refused(ValueError, "alibi_slopes", q, k, v, alibi_slopes=x(2))
-assert all(entry.available for entry in available())
+refused(ValueError, "hopper, triton", q, k, v, kernel="Triton")
+refused(NotImplementedError, "kernel='hopper': the Hopper kernels need a GPU", q, k, v, kernel="hopper")
+refused(NotImplementedError, "kernel='hopper': the Hopper kernels have no sinks", q, k, v, sinks=x(4), kernel="hopper")
+"""
+    )
+
+
+def test_in_the_interpreter_all_but_the_hopper_kernels_are_available() -> None:
+    check(
+        SETUP
+        + """
+for entry in available():
+    assert entry.available == (not entry.kernel.startswith("hopper.")), entry
+    assert entry.available or "interpreter" in entry.reason
+assert torch.equal(flash_attention(q, k, v), flash_attention(q, k, v, kernel="triton"))
 """
     )
 
@@ -86,17 +101,17 @@ def test_the_operators_pass_opcheck() -> None:
 grad = [t.requires_grad_() for t in (q, k, v)]
 bias, sinks, mask = x(1, 4, 1, 40, grad=True), x(4, grad=True), torch.rand(33, 40) < 0.7
 for options in (
-    (None, None, None, None, 0.25, None, None, None, "ieee"),
-    (torch.rand(4), bias, None, sinks, 0.25, 3.0, 9, 0, "ieee"),
-    (None, None, mask, None, -0.25, None, None, 0, "ieee"),
+    (None, None, None, None, 0.25, None, None, None, "ieee", None, False),
+    (torch.rand(4), bias, None, sinks, 0.25, 3.0, 9, 0, "ieee", None, True),
+    (None, None, mask, None, -0.25, None, None, 0, "ieee", "triton", False),
 ):
     torch.library.opcheck(attention, (q, k, v, *options))
 q, k, v = (t.detach() for t in grad)
-o, lse = attention(q, k, v, None, None, None, None, 0.25, None, None, 0, "ieee")
+numbers = (0.25, None, None, 0, "ieee", None, False)
+o, lse = attention(q, k, v, None, None, None, None, *numbers)
 for wants in ([True, True, False, False], [False, True, False, False]):
     torch.library.opcheck(
-        attention_backward,
-        (torch.randn_like(o), None, q, k, v, o, lse, None, None, None, None, 0.25, None, None, 0, "ieee", wants),
+        attention_backward, (torch.randn_like(o), None, q, k, v, o, lse, None, None, None, None, *numbers, wants)
     )
 """
     )

@@ -1,0 +1,199 @@
+# ruff: noqa: E741  (l is the name of the denominator in the papers)
+"""A consumer: one warp group with 64 query rows, their softmax and their output, in registers.
+
+In the loop two products are under way at a time: S = Q K^T of block j and acc += P V of block j - 1. While the tensor
+cores work on the second, the warp group computes the softmax of the first:
+
+    tensor cores    | Q K(j)      | P(j-1) V(j-1)        | Q K(j+1)    | P(j) V(j)            |
+    this warp group |             | softmax(j)           |             | softmax(j+1)         |
+
+and with ping-pong the other warp groups issue their products in turn, so that one's softmax also hides behind the
+others' products. Blocks are visited from the last to the first: those that a mask touches come first and are peeled off
+the loop.
+
+The reference of the exponentials, m, is a running maximum ("online"), or the maximum of the blocks that the mask
+touches, or of the first block, and kept ("freeze"). softmax may subtract any number: the frozen one is not above the
+true maximum, so nothing underflows that would not have, and float32 and bfloat16 have room for what grows above it. At
+the end of a tile one look at the row sums tells whether they had: beyond 2^96, or where the products with V overflowed,
+the CTA walks over its tiles once more with a running maximum. Exact in any case, fast if scores stay within 66 nats.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .gluon_compat import tma_store
+from .producer import end_of_repeat
+from .ptx import before_next_wait, finish_stores, named_barrier, rounded_pairs, scale_rows
+from .softmax import hide_after, partial_sums, probabilities, raised_maximum, rows_like
+
+LN2 = gl.constexpr(0.6931471805599453)
+LIMIT = gl.constexpr(7.9e28)
+"""2^96: a row sum below it is a sum of exponentials that bfloat16 could hold."""
+SUSPECT = gl.constexpr(65536.0)
+"""A row sum that a running maximum may reach as well: below it the products with V are no larger than they would be."""
+INF = gl.constexpr(float("inf"))
+
+
+@gluon.jit
+def step(
+    q, p, m, l, acc, zero, keys, values, count, diagonal, column, scale,
+    INDEX: gl.constexpr, MASKED: gl.constexpr, ONLINE: gl.constexpr, P_LAYOUT: gl.constexpr, CONFIG: gl.constexpr,
+):  # fmt: skip
+    """Q K(count) and P V(count - 1) under way together, softmax(count) meanwhile. Returns p, m, l, acc."""
+    kt = keys.take(count)
+    if CONFIG.ping_pong:
+        named_barrier("sync", 8 + INDEX, count)
+    st = warpgroup_mma(q, kt.permute((1, 0)), zero, use_acc=False, is_async=True)
+    vt = values.take(count - 1)
+    at = warpgroup_mma(p, vt, acc, is_async=True)
+    if CONFIG.ping_pong:
+        named_barrier("arrive", 8 + (INDEX + 1) % CONFIG.consumers, count)
+    s = warpgroup_mma_wait(1, deps=(st,))
+    keys.release(count)
+    if MASKED:
+        s = hide_after(s, diagonal - column, True)
+    if ONLINE:
+        m, factor = raised_maximum(s, m, scale, MASKED)
+        pf = probabilities(s, m, scale, MASKED)
+        l = l * rows_like(factor, l) + partial_sums(pf)
+        if CONFIG.pin:
+            l = before_next_wait(l)
+    else:
+        pf = probabilities(s, m, scale, False)
+        l = l + partial_sums(pf)
+    acc = warpgroup_mma_wait(0, deps=(at,))
+    values.release(count - 1)
+    if ONLINE:
+        acc = scale_rows(acc, rows_like(factor, acc))
+    return gl.convert_layout(rounded_pairs(pf, q.dtype), P_LAYOUT), m, l, acc
+
+
+@gluon.jit
+def has_outgrown(l, acc):
+    """1 if a row sum l (64,) or a product in acc (64, D) is no longer a number to rely on."""
+    most = gl.max(gl.where(l < LIMIT, l, INF), 0)  # NaN counts too
+    found = gl.where(most < LIMIT, 0, 1)
+    if most >= SUSPECT:
+        finite = gl.sum(acc * 0.0, 1) == 0.0  # 0 times infinity is NaN
+        found = gl.maximum(found, gl.max(gl.where(finite, 0, 1), 0))
+    return found
+
+
+@gluon.jit
+def attend_tiles(
+    o, lse, queries, keys, values, buffer, work, end, q_count, kv_count, scale, heads,
+    INDEX: gl.constexpr, D: gl.constexpr, CONFIG: gl.constexpr,
+    CAUSAL: gl.constexpr, TAIL: gl.constexpr, DIAGONALS: gl.constexpr, FREEZE: gl.constexpr,
+):  # fmt: skip
+    """The tiles work.begin … end - 1. q_count, kv_count: as for producer.load_tiles.
+
+    Returns kv_count as it is then, and with FREEZE whether a row outgrew its reference.
+    """
+    BLOCK_M: gl.constexpr = CONFIG.block_m
+    BLOCK_N: gl.constexpr = CONFIG.block_n
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], instr_shape=[16, BLOCK_N, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], instr_shape=[16, D, 16])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=2)
+    ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    FIRST: gl.constexpr = INDEX * CONFIG.q_stages
+    zero = gl.zeros([64, BLOCK_N], gl.float32, layout=S_LAYOUT)
+    outgrown = 0
+    count = kv_count
+    for t in range(work.begin, end):
+        row, batch, head, _ = work.tile(t, BLOCK_M)
+        n = work.key_blocks(row, BLOCK_M, BLOCK_N, CAUSAL)
+        diagonal = row + INDEX * 64 + work.Lk - work.Lq
+        tile_count = q_count + t - work.begin
+        acc = gl.zeros([64, D], gl.float32, layout=O_LAYOUT)
+        # The last block of keys: there is no product yet to overlap with.
+        q = queries.take(tile_count, FIRST)
+        kt = keys.take(count)
+        st = warpgroup_mma(q, kt.permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=(st,))
+        keys.release(count)
+        if CAUSAL:
+            # What is beyond the last key is beyond the diagonal of every row that counts, too.
+            s = hide_after(s, diagonal - (n - 1) * BLOCK_N, True)
+        elif TAIL:
+            s = hide_after(s, work.Lk - (n - 1) * BLOCK_N - 1, False)
+        m = gl.max(s, 1)
+        pf = probabilities(s, m, scale, CAUSAL)
+        l = partial_sums(pf)
+        p = gl.convert_layout(rounded_pairs(pf, q.dtype), P_LAYOUT)
+        count += 1
+        done = 1
+        if DIAGONALS:
+            # The mask touches more blocks. A frozen reference is found here, so these need a running maximum as well.
+            done = gl.maximum(n - work.full_blocks(row, BLOCK_N), 1)
+            for j in range(1, done):
+                p, m, l, acc = step(
+                    q, p, m, l, acc, zero, keys, values, count, diagonal, (n - 1 - j) * BLOCK_N, scale,
+                    INDEX, True, True, P_LAYOUT, CONFIG,
+                )  # fmt: skip
+                count += 1
+        for _ in range(done, n):
+            p, m, l, acc = step(
+                q, p, m, l, acc, zero, keys, values, count, 0, 0, scale,
+                INDEX, False, not FREEZE, P_LAYOUT, CONFIG,
+            )  # fmt: skip
+            count += 1
+        if not CONFIG.o_in_q:
+            queries.release(tile_count, FIRST)
+        vt = values.take(count - 1)
+        at = warpgroup_mma(p, vt, acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=(at,))
+        values.release(count - 1)
+
+        # O leaves by TMA, which drops the rows beyond Lq: through a buffer of its own or, where memory is short, Q's.
+        row += INDEX * 64
+        l = gl.convert_layout(gl.sum(l, 1), ROWS)
+        if row < work.Lq:
+            if FREEZE:
+                outgrown = gl.maximum(outgrown, has_outgrown(l, acc))
+            l = gl.where(l == 0.0, 1.0, l)  # a row that sees no key: o = 0, lse = -inf
+            ot = (acc * rows_like(1.0 / l, acc)).to(o.dtype)
+            ob = q if CONFIG.o_in_q else buffer
+            if not CONFIG.o_in_q:
+                tma.store_wait(0)
+            ob.store(ot)
+            fence_async_shared()
+            tma_store(o, [batch, head, row, 0], ob)
+            rows = row + gl.arange(0, 64, layout=ROWS)
+            lse_rows = lse + (batch * heads + head).to(gl.int64) * work.Lq + rows
+            gl.store(lse_rows, (m * scale + gl.log2(l)) * LN2, mask=rows < work.Lq)
+        if CONFIG.o_in_q:
+            tma.store_wait(0)
+            queries.release(tile_count, FIRST)
+    return count, outgrown
+
+
+@gluon.jit
+def consumer(
+    o, lse, outgrown, decided, queries, keys, values, buffer, work, scale, heads,
+    INDEX: gl.constexpr, D: gl.constexpr, CONFIG: gl.constexpr,
+    CAUSAL: gl.constexpr, TAIL: gl.constexpr, DIAGONALS: gl.constexpr, FREEZE: gl.constexpr,
+):  # fmt: skip
+    """All tiles of the CTA; with FREEZE once more with a running maximum, if any consumer found that it must be."""
+    if CONFIG.ping_pong and CONFIG.consumers - 1 == INDEX:
+        named_barrier("arrive", 8, work.begin)  # the first turn is consumer 0's
+    count, mine = attend_tiles(
+        o, lse, queries, keys, values, buffer, work, work.end, 0, 0, scale, heads,
+        INDEX, D, CONFIG, CAUSAL, TAIL, DIAGONALS, FREEZE,
+    )  # fmt: skip
+    if FREEZE:
+        gl.store(outgrown + gl.program_id(0) * CONFIG.consumers + INDEX, mine)
+        mbarrier.arrive(decided, count=1)
+        end = end_of_repeat(outgrown, decided, work, CONFIG)
+        finish_stores(end)  # the second walk writes the same rows
+        attend_tiles(
+            o, lse, queries, keys, values, buffer, work, end, work.end - work.begin, count, scale, heads,
+            INDEX, D, CONFIG, CAUSAL, TAIL, DIAGONALS, False,
+        )  # fmt: skip
+    tma.store_wait(0)

@@ -1,0 +1,60 @@
+"""The producer: one warp that does nothing but ask the TMA for tiles, as far ahead as there are empty slots.
+
+For each tile of queries: Q, then K and V of every block of keys from the last to the first, in the order in which the
+consumers will want them: K of block j + 1 before V of block j. It runs into the next tile while the consumers are
+finishing this one.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+
+@gluon.jit
+def load_tiles(
+    q, k, v, queries, keys, values, work, end, q_count, kv_count, CONFIG: gl.constexpr, CAUSAL: gl.constexpr
+):  # fmt: skip
+    """Fill the channels with the tiles work.begin … end - 1. q_count, kv_count: tiles that went through them before.
+
+    Returns kv_count as it is then.
+    """
+    BLOCK_M: gl.constexpr = CONFIG.block_m
+    BLOCK_N: gl.constexpr = CONFIG.block_n
+    NC: gl.constexpr = CONFIG.consumers
+    count = kv_count  # a literal argument cannot change in a loop
+    for t in range(work.begin, end):
+        row, batch, q_head, kv_head = work.tile(t, BLOCK_M)
+        n = work.key_blocks(row, BLOCK_M, BLOCK_N, CAUSAL)
+        for c in gl.static_range(NC):
+            queries.fill(q, batch, q_head, row + c * 64, q_count + t - work.begin, c * CONFIG.q_stages)
+        last = (n - 1) * BLOCK_N
+        keys.fill(k, batch, kv_head, last, count)
+        for j in range(1, n):
+            keys.fill(k, batch, kv_head, last - j * BLOCK_N, count + j)
+            values.fill(v, batch, kv_head, last - j * BLOCK_N + BLOCK_N, count + j - 1)
+        count += n
+        values.fill(v, batch, kv_head, 0, count - 1)
+    return count
+
+
+@gluon.jit
+def end_of_repeat(outgrown, decided, work, CONFIG: gl.constexpr):
+    """Where a second walk over this CTA's tiles ends: after the last one if a row outgrew its reference, or at once."""
+    NC: gl.constexpr = CONFIG.consumers
+    mbarrier.wait(decided, 0)
+    again = 0
+    for c in gl.static_range(NC):
+        again = again | gl.load(outgrown + gl.program_id(0) * NC + c, volatile=True)
+    return gl.where(again != 0, work.end, work.begin)
+
+
+@gluon.jit
+def producer(
+    q, k, v, outgrown, decided, queries, keys, values, work,
+    CONFIG: gl.constexpr, CAUSAL: gl.constexpr, FREEZE: gl.constexpr,
+):  # fmt: skip
+    """Load everything; with FREEZE once more, if consumer.py asks for it."""
+    count = load_tiles(q, k, v, queries, keys, values, work, work.end, 0, 0, CONFIG, CAUSAL)
+    if FREEZE:
+        end = end_of_repeat(outgrown, decided, work, CONFIG)
+        load_tiles(q, k, v, queries, keys, values, work, end, work.end - work.begin, count, CONFIG, CAUSAL)

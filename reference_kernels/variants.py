@@ -1,0 +1,18 @@
+"""flash_attention with the choice of kernel taken away, by names that the suite can put on trial:
+
+    pytest --flashattn-impl=reference_kernels.variants:hopper
+
+triton                  the plain Triton kernels
+hopper                  the Hopper kernels; what they do not serve they refuse
+hopper_deterministic    the same, with the backward that repeats its bits
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from .api import flash_attention
+
+triton = partial(flash_attention, kernel="triton")
+hopper = partial(flash_attention, kernel="hopper")
+hopper_deterministic = partial(hopper, deterministic=True)
