@@ -24,10 +24,14 @@ class TableError(ValueError):
 
 
 def cases_for(chapter: str, check: str, level: str, seed: int) -> list[Case]:
-    """The cases of one check: the set `chapter.check` if the table has it, else the set `chapter`."""
-    table = _table()
+    """The cases of one check: those of `set_of` it."""
+    return cases_named(set_of(chapter, check), level, seed)
+
+
+def set_of(chapter: str, check: str) -> str:
+    """The set that holds the cases of a check: `chapter.check` if the table has it, else `chapter`."""
     name = f"{chapter}.{check}"
-    return cases_named(name if name in table else chapter, level, seed)
+    return name if name in _table() else chapter
 
 
 def cases_named(name: str, level: str, seed: int) -> list[Case]:

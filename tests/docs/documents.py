@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "docs/guide.md", "docs/accuracy.md", "docs/kernels.md")
+PAGES = ("README.md", "docs/guide.md", "docs/accuracy.md", "docs/kernels.md", "docs/power.md", "docs/diagnosis.md")
 ALL_PAGES = (*PAGES, "docs/architecture.md", "docs/findings.md", "CONTRIBUTING.md")
 
 BLOCK = re.compile(

@@ -5,7 +5,6 @@ The tests compare; this writes. The run of PyTorch's attention takes a minute on
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -32,14 +31,12 @@ NEARLY = re.compile(r"(?<=prints, after the table,\n\n```text\n).*?(?=^```$)", r
 
 def tables() -> dict[str, list[str]]:
     """The generated tables, by marker."""
-    kernels = json.loads((ROOT / "measurements/h200/kernels.json").read_text(encoding="utf-8"))
     return {
         "chapters": _table("chapter", "what is judged", CHAPTERS.items()),
         "conventions": _table("convention", "call", ((n, c.summary) for n, c in CONVENTIONS.items())),
         "features": _table("feature", "what it means", FEATURES.items()),
         "evidence": evidence(sorted(ROOT.glob("measurements/*/calibration-*.json"))),
-        "kernel-speed": kernel_tables.speed(kernels),
-        "kernel-memory": kernel_tables.memory(kernels),
+        **kernel_tables.tables(ROOT / "measurements/h200"),
         "options": _table("option", "what it says", ((f"{o.flag}={o.metavar}", _meaning(o)) for o in OPTIONS)),
     }
 

@@ -20,7 +20,7 @@ import pytest
 from documents import PAGES, ROOT, Block, blocks
 
 # pytester drops the modules that a run imports: what the outer process holds already is not imported again each time.
-from pytest_flashattn import expectations, options
+from pytest_flashattn import expectations, options, strategies, trial  # noqa: F401
 
 ALL = [block for page in PAGES for block in blocks(page)]
 COMMANDS = [block for block in ALL if block.language == "sh" and "none" not in block.mark]

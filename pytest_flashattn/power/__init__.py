@@ -1,0 +1,1 @@
+"""How much the suite catches: every mutant against every case, and against the rules of other projects."""
