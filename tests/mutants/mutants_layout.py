@@ -146,8 +146,10 @@ class Int32OffsetBackward(Core):
         flat = found["k"].flatten()
         if flat.numel() > self.wrap:
             self.reached = True
-            at = torch.arange(flat.numel())
-            found["k"] = torch.zeros_like(flat).index_copy_(0, at % self.wrap, flat).view(found["k"].shape)
+            wrapped = torch.zeros_like(flat)
+            for part in flat.split(self.wrap):  # in turn: in one copy with repeated indices, threads race
+                wrapped[: len(part)] = part
+            found["k"] = wrapped.view(found["k"].shape)
         return found
 
 
