@@ -86,6 +86,7 @@ PHRASES: dict[str, Phrases] = {
     "bias_scaled": ("the bias is multiplied by the scale",),
     "bias_minus_inf_nan": ("a bias of -inf gives NaN",),
     "bias_grad_none": ("the gradient of bias is None",),
+    "bias_grad_none_without_scores": ("the gradient of bias is None",),
     "bias_grad_not_reduced": ("comes from the last of them only: it is not summed",),
     "bias_grad_scaled": ("dbias is multiplied by the scale",),
     "positional_shift": ("the softcap arrives as the slopes of ALiBi",),

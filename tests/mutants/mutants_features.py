@@ -223,6 +223,14 @@ class BiasGradNone(Core):
         return super().run(replace(p, bias=p.bias.detach()))
 
 
+@mutant(0, "features.bias")
+class BiasGradNoneWithoutScores(BiasGradNone):
+    """A problem without scores is answered before the bias enters: it gets no gradient instead of zeros."""
+
+    def run(self, p: Problem) -> tuple[Tensor, Tensor]:
+        return super().run(p) if p.lq * p.lk == 0 else Core.run(self, p)
+
+
 @mutant(112, "features.bias")
 class BiasGradNotReduced(Core):
     """The gradient of a bias that is broadcast over heads comes from the last head only."""

@@ -39,6 +39,7 @@ NO_NUMBER = {
     "raise_out_of_resources": "raises",
     "dout_stride_assert": "raises",
     "bias_grad_none": "gives no gradient",
+    "bias_grad_none_without_scores": "gives no gradient",
     "none_grad_crash": "gives no gradient",
     "grad_dtype_wrong": "wrong dtype",
     "returns_float32": "wrong dtype",
