@@ -236,8 +236,10 @@ def stop_if_poisoned(item: pytest.Item, run: State) -> None:
 
 
 def teststatus(report: pytest.CollectReport | pytest.TestReport) -> tuple[str, str, Any] | None:
-    """The words and letters of what was not judged; None leaves the word to pytest."""
+    """The words and letters of what was not judged, and of our cases that setup failed; None leaves them to pytest."""
     status = getattr(report, "flashattn", {}).get("status")
+    if status == "failed" and report.when == "setup" and report.nodeid.startswith(f"{ROOT}/"):
+        return status, "F", "FAILED"
     if status not in LETTERS or not report.skipped:
         return None
     return status, LETTERS[status], (status.upper(), {"yellow": True})
