@@ -97,7 +97,7 @@ def speed(d: int, length: int, *, causal: bool, gradients: bool) -> None:
 
 def median_seconds(call: Callable[[], Any]) -> float:
     flush = torch.empty(2**28, dtype=torch.int8, device="cuda")
-    times = []
+    times: list[float] = []
     for repeat in range(25):
         flush.zero_()  # a cold L2, as in a model
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

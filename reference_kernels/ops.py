@@ -39,7 +39,7 @@ def attention(
 
 
 @attention.register_fake
-def _(q, k, v, slopes, bias, mask, sinks, scale, softcap, left, right, input_precision, kernel, deterministic):  # type: ignore[no-untyped-def]
+def _(q, k, v, slopes, bias, mask, sinks, scale, softcap, left, right, input_precision, kernel, deterministic):
     shape = (q.shape[0], q.shape[1], q.shape[2])
     return q.new_empty((*shape, v.shape[3])), q.new_empty(shape, dtype=torch.float32)
 
@@ -77,7 +77,7 @@ def attention_backward(
 
 
 @attention_backward.register_fake
-def _(  # type: ignore[no-untyped-def]
+def _(
     do, dlse, q, k, v, o, lse, slopes, bias, mask, sinks, scale, softcap, left, right, input_precision, kernel,
     deterministic, wants,
 ):  # fmt: skip

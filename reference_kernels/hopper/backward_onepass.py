@@ -57,7 +57,7 @@ WORDS = gl.constexpr(4096)
 
 
 @builtin
-def tma_add(descriptor, coordinates, tile, _semantic=None):  # type: ignore[no-untyped-def]
+def tma_add(descriptor, coordinates, tile, _semantic=None):
     """Add a tile in shared memory to global memory. (tma.async_atomic_add in Triton 3.8 and later.)"""
     coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
     _semantic.builder.create_async_tma_reduce(

@@ -21,6 +21,8 @@ else:
 if hasattr(gluon, "aggregate"):
     aggregate = gluon.aggregate
 else:
-    from triton.language.core import _aggregate as aggregate
+    from triton.language import core
+
+    aggregate = core._aggregate
 
 __all__ = ["aggregate", "tma_load", "tma_store"]
