@@ -22,6 +22,7 @@ import torch
 from pytest_flashattn import trial
 from pytest_flashattn.cases import Case
 from pytest_flashattn.chapters import CHAPTERS
+from pytest_flashattn.power import plan
 
 from .equivalents import EQUIVALENTS, Equivalent
 from .trial import implementation, posed
@@ -29,18 +30,10 @@ from .trial import implementation, posed
 SLICES = 53
 """Seeds that make up the whole matrix; a prime, so a slice has no rhythm in common with the axes of a design."""
 
-MOST_SCORES = 2**20
-"""Larger cases are left out: a seed must cost a second."""
-
-
 def pool(seed: int) -> list[tuple[str, Case]]:
-    """(check, case) of smoke and default, each once, with this seed."""
+    """(check, case) of smoke and default, each once, with this seed; not the large ones: a seed must cost a second."""
     pairs = (pair for level in ("smoke", "default") for chapter in CHAPTERS for pair in posed(level, chapter, seed))
-    return [pair for pair in dict.fromkeys(pairs) if scores(pair[1]) <= MOST_SCORES]
-
-
-def scores(case: Case) -> int:
-    return case.batch * case.heads * case.q * case.k
+    return [pair for pair in dict.fromkeys(pairs) if plan.work(pair[1]) <= plan.LARGE]
 
 
 def share(seed: int) -> list[tuple[str, Case]]:
@@ -74,7 +67,7 @@ def seeds_of(text: str) -> range:
 def read(path: Path, matrix: str) -> dict[str, Any]:
     """The file so far, or an empty one. Raises SystemExit, one sentence, for a file of another matrix."""
     if not path.exists():
-        return {"matrix": matrix, "pool": len(pool(0)), "slices": SLICES, "most_scores": MOST_SCORES, "equivalents": {}}
+        return {"matrix": matrix, "pool": len(pool(0)), "slices": SLICES, "most_work": plan.LARGE, "equivalents": {}}
     document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if document["matrix"] != matrix:
         raise SystemExit(
