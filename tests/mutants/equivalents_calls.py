@@ -123,9 +123,12 @@ def sdpa_math(
     if bias is not None and bias.dtype != torch.bool:
         bias = bias.float()
     with sdpa_kernel(SDPBackend.MATH):
-        return torch.nn.functional.scaled_dot_product_attention(
+        out = torch.nn.functional.scaled_dot_product_attention(
             q.float(), k.float()[:, heads], v.float()[:, heads], attn_mask=bias, scale=scale
-        ).to(q.dtype)
+        )
+    if bias is not None and bias.dtype != torch.bool and q.shape[2] * k.shape[2] == 0:
+        out = out + 0 * bias.clamp(-1, 1).sum()  # which PyTorch leaves unconnected: its gradient would be None
+    return out.to(q.dtype)
 
 
 sdpa_math.__flashattn__ = Support(
