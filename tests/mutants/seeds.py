@@ -30,6 +30,7 @@ from .trial import implementation, posed
 SLICES = 53
 """Seeds that make up the whole matrix; a prime, so a slice has no rhythm in common with the axes of a design."""
 
+
 def pool(seed: int) -> list[tuple[str, Case]]:
     """(check, case) of smoke and default, each once, with this seed; not the large ones: a seed must cost a second."""
     pairs = (pair for level in ("smoke", "default") for chapter in CHAPTERS for pair in posed(level, chapter, seed))
