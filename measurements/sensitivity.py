@@ -27,15 +27,17 @@ from pytest_flashattn import matrices, sensitivity
 from pytest_flashattn.cases import Case
 from pytest_flashattn.chapters import CHAPTERS
 from pytest_flashattn.collection import checks_of
+from pytest_flashattn.features import FP8
 from pytest_flashattn.inputs import TORCH_DTYPES, Inputs, make_inputs
 from pytest_flashattn.tolerances import limits
 
 # What is narrower than these is left out: P in fp32 for inputs of 16 bits.
 SIXTEEN: dict[str, dict[str, Any]] = {"16 bits": {}, "sums in 16 bits": {"sums": True}}
 THIRTY_TWO: dict[str, dict[str, Any]] = {"fp32": {}, "tf32": {"tf32": True}, "P in bf16": {"p_dtype": torch.bfloat16}}
+EIGHT: dict[str, dict[str, Any]] = {"FP8": {}, "FP8 sums in 14 bits": {"fp8_sums": "14 bits"}}
 
 
-FORWARD = {"forward", "causal", "lse"}
+FORWARD = {"forward", "causal", "lse", "fp8"}
 """Chapters that judge no gradient, but for the one through the log-sum-exp in "lse"."""
 
 
@@ -52,7 +54,7 @@ def cases(level: str, seed: int = 0) -> dict[Case, set[str]]:
 
 def narrowed(inputs: Inputs) -> Inputs:
     """The first key head, with its query heads, of the first batch element; all if gradients are summed over them."""
-    if inputs.bias is not None or inputs.mask is not None or inputs.sinks is not None:
+    if inputs.bias is not None or inputs.mask is not None or inputs.sinks is not None or inputs.q_descale is not None:
         return inputs
     group = inputs.q.shape[1] // inputs.k.shape[1]
     one, heads = slice(0, 1), slice(0, group)
@@ -82,9 +84,10 @@ def examine(
     """
     inputs = narrowed(make_inputs(case))
     spec = inputs.spec()
-    for name, options in (THIRTY_TWO if case.dtype == "fp32" else SIXTEEN).items():
+    known = {"fp32": THIRTY_TWO, **dict.fromkeys(FP8, EIGHT)}.get(case.dtype, SIXTEEN)
+    for name, options in known.items():
         truths = oracles.evaluate(
-            inputs.q, inputs.k, inputs.v, spec,
+            *inputs.exact(), spec,
             do=inputs.dout if backward else None, dlse=inputs.dlse if lse_gradient else None,
             arithmetic=oracles.Arithmetic.of(TORCH_DTYPES[case.dtype], **options),
         )  # fmt: skip

@@ -5,6 +5,8 @@
     streaming   forward, backward: the same in O(L) memory, written independently
     merge       joins attention over disjoint sets of keys
     bounds      evaluate: true outputs and a bound on every element's error; Arithmetic, Truth
+    quantise    FP8 values and descales; the Hadamard rotation of outliers
+    truncated   sums of FP8 products in 14 bits, as Hopper's tensor cores make them
     emulator    emulate: a flash-attention kernel in plain PyTorch, the noise floor
 
 Part of the distribution pytest-flashattn; imports torch and the standard library only, and works by itself:

@@ -11,14 +11,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ._heads import fold, unfold
 from .arithmetic import Arithmetic
 from .spec import AttentionSpec, as4d, reduce_to, region, take
+from .truncated import lost_scores, lost_values
 
 SUMMED_KEYS = 512
 """Keys between two roundings of dq with u_sum: what PyTorch's CPU kernel takes."""
 
 # What is lost where fp32 numbers are flushed. So little that it may count at hidden keys too, without min(p, tiny_p).
 _FLUSHED = 2.0**-126
+
+FP8 = 2.0**-4
+"""The unit roundoff from which on a format has eight bits."""
 
 
 @dataclass
@@ -53,6 +58,10 @@ def forward_tile(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, a: Arithm
     if a.u_operand:
         squares = unfold(fold(q.square(), hkv) @ k.square().mT, q)
         delta.add_(squares.sqrt_(), alpha=math.sqrt(2) * a.u_operand * abs(scale))
+    if a.u_scaled:
+        delta.add_(s.abs(), alpha=a.u_scaled)
+    if a.u_mma:
+        delta += lost_scores(q, k, s, scale, a.u_mma)
     f = cap_error = None
     if spec.softcap is not None:
         t = torch.tanh(s / spec.softcap)
@@ -115,9 +124,11 @@ def forward_tile(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, a: Arithm
     o, peak = unfold(o, q), unfold(peak, q)
     o_random = unfold(fold(e.square(), hkv) @ v.square(), q).sqrt_()
     if a.u_p > u:  # equal P round alike: then the roundings of a normalised P add up, and no square root holds
-        coherent = unfold(fold(_lost(p, a), hkv) @ v, q).abs_()
-        o_random = torch.maximum(o_random, coherent)
+        lost = _lost_in_fp8(p, (m - finite).exp(), a) if a.u_p >= FP8 else _lost(p, a)
+        o_random = torch.maximum(o_random, unfold(fold(lost, hkv) @ v, q).abs_())
     o_random.addcmul_(kappa, peak)
+    if a.u_mma and a.u_p >= FP8:
+        o_random += lost_values(p, v, peak, terms, a.u_mma, a.mma_keys)
     return Forward(
         p, rho, e, f, cap_error, p_sink, terms, kappa, chop, o, o_random, lse, lse_random.expand(shape), lse_fixed
     )
@@ -309,17 +320,6 @@ class Totals:
         return found
 
 
-def fold(x: Tensor, hkv: int) -> Tensor:
-    """(B, Hq, n, ·) as (B, Hkv, G n, ·): the query heads of a group are but more rows for their key head."""
-    b, hq, n, width = x.shape
-    return x.reshape(b, hkv, hq // hkv * n, width)
-
-
-def unfold(x: Tensor, like: Tensor) -> Tensor:
-    """(B, Hkv, G n, ·) as (B, Hq, n, ·), with Hq and n of like."""
-    return x.reshape(like.shape[0], like.shape[1], like.shape[2], x.shape[-1])
-
-
 def _accumulate(p: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """p @ v, and the largest magnitude that the sum has on its way there, seen at eight points."""
     step = max(64, -(-v.shape[2] // 8))
@@ -339,6 +339,11 @@ def _rounded_sums(ds: Tensor, k: Tensor, hkv: int, like: Tensor) -> Tensor:
         total = total + unfold(fold(ds[..., block], hkv) @ k[:, :, block], like)
         squares += total.square()
     return squares.sqrt_()
+
+
+def _lost_in_fp8(p: Tensor, peak: Tensor, a: Arithmetic) -> Tensor:
+    """As _lost, where exp(s - m) is rounded and not p: eight bits are too few for a P that is normalised first."""
+    return _lost(p / peak, a) * peak
 
 
 def _round(x: Tensor, u: float) -> Tensor:

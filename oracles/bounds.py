@@ -78,6 +78,14 @@ block of query rows rounds the sum so far, A_hb after block b of head h, that of
     dsinks: sum of p_sink g: sqrt(sum (p_sink e_Delta)^2 + (p_sink g (eta + 4 u (1 + |sink|) + u sqrt(terms)))^2)
             + |sum p_sink shift| + w |dsinks|
 
+FP8. Inputs are taken as quantised: q, k, v are stored numbers times descales, exact in float64; outputs are bf16. The
+terms above hold with u_p of the FP8 format to which P is rounded, and
+    delta_x  + 4 u |x| for the multiplications with scale and descales, + what oracles.truncated says of scores
+    tiny_p   = half the smallest subnormal / p_scale: a kernel rounds p_scale exp(s - m), so that more of P is normal
+    o        random + what oracles.truncated says of p v
+The last two where Support declares that sums of FP8 products keep 14 bits. In the maximum of o it is exp(s - m), the
+number that is rounded, whose roundings are added: with 3 bits a P that is normalised first would not do.
+
 First order in the roundoffs: with scores so large that delta nears 1, nothing is promised by fp32 and nothing is here.
 """
 

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._tiles import fold, unfold
+from ._heads import fold, unfold
 from .dense import check_upstream
 from .spec import AttentionSpec, as4d, reduce_to, region, take
+from .truncated import add_products
 
 
 @torch.no_grad()
@@ -29,16 +30,22 @@ def emulate(
     dlse: Tensor | None = None,
     block: int = 64,
     p_dtype: torch.dtype | None = None,
+    p_scale: float = 1.0,
+    out_dtype: torch.dtype | None = None,
+    fp8_sums: str = "fp32",
 ) -> dict[str, Tensor]:
     """What a flash-attention kernel gives that visits keys in tiles of `block`.
 
     "o" (B, Hq, Lq, Dv) in q's dtype and "lse" (B, Hq, Lq) float32. Given do, and perhaps dlse, also "dq", "dk", "dv",
     and where the spec has them "dbias", "dsinks", in q's dtype: P recomputed from lse, Delta from the rounded o.
-    p_dtype: of P and dS; None is q's. Raises ValueError when shapes do not fit.
+    p_dtype: of P and dS; None is q's. p_scale: what P is multiplied by before it is rounded. out_dtype: of o; None is
+    q's. FP8: q, k and v as float32 with their descales in them; fp8_sums: how their products are added up, of
+    oracles.arithmetic.FP8_SUMS. Raises ValueError when shapes do not fit.
     """
     spec.check(q, k, v)
     with _true_float32(q.device):
-        o, lse = _forward(q, k, v, spec, block, p_dtype or q.dtype)
+        o, lse = _forward(q, k, v, spec, block, p_dtype or q.dtype, p_scale, fp8_sums)
+        o = o.to(out_dtype or q.dtype)
         out = {"o": o, "lse": lse}
         if do is not None:
             check_upstream(q, v, do, dlse)
@@ -47,27 +54,41 @@ def emulate(
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, block: int, p_dtype: torch.dtype
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    block: int,
+    p_dtype: torch.dtype,
+    p_scale: float,
+    fp8_sums: str,
 ) -> tuple[Tensor, Tensor]:
     hkv, qf = k.shape[1], q.float()
     m = qf.new_full((*q.shape[:3], 1), -torch.inf)
     total, acc = torch.zeros_like(m), qf.new_zeros(*q.shape[:3], v.shape[-1])
+    short = fp8_sums != "fp32"
     for keys in range(0, k.shape[2], block):
         tile = slice(keys, keys + block)
-        s, _ = _scores(qf, k, spec, tile)
+        s, _ = _scores(qf, k, spec, tile, short=short)
         m_new = torch.maximum(m, s.amax(-1, keepdim=True))
         finite = m_new.masked_fill(m_new == -torch.inf, 0)
         p, rescale = (s - finite).exp_(), (m - finite).exp_()
         total = total.mul_(rescale).add_(p.sum(-1, keepdim=True))
-        acc = acc.mul_(rescale).add_(unfold(fold(_rounded(p, p_dtype), hkv) @ v[:, :, tile].float(), q))
+        acc, values = acc.mul_(rescale), v[:, :, tile].float()
+        p = fold(_rounded(p * p_scale, p_dtype), hkv)
+        if short and p_dtype.itemsize == 1:
+            begun = fold(acc, hkv) if fp8_sums == "14 bits" else p.new_zeros(*p.shape[:3], v.shape[-1])
+            added = unfold(add_products(begun, p, values), q)
+            acc = added if fp8_sums == "14 bits" else acc + added
+        else:
+            acc = acc.add_(unfold(p @ values, q))
         m = m_new
     if spec.sinks is not None:
         sink = spec.sinks.float()[None, :, None, None]
         m_new = torch.maximum(m, sink)
         rescale = (m - m_new).exp()
         m, total, acc = m_new, total * rescale + (sink - m_new).exp(), acc * rescale
-    o = acc / total.masked_fill(total == 0, 1)
-    return o.to(q.dtype), (m + total.log()).squeeze(-1)
+    return acc / (total.masked_fill(total == 0, 1) * p_scale), (m + total.log()).squeeze(-1)
 
 
 def _backward(
@@ -112,11 +133,18 @@ def _backward(
     return {name: x.to(q.dtype) for name, x in out.items()}
 
 
-def _scores(qf: Tensor, k: Tensor, spec: AttentionSpec, tile: slice) -> tuple[Tensor, Tensor | None]:
-    """float32 scores of all rows against a tile of keys, and their derivative where there is a softcap."""
+def _scores(
+    qf: Tensor, k: Tensor, spec: AttentionSpec, tile: slice, *, short: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """float32 scores of all rows against a tile of keys, and their derivative where there is a softcap.
+
+    short: their products are summed in 14 bits.
+    """
     lq, lk = qf.shape[2], k.shape[2]
     kt = k[:, :, tile].float()
-    s = unfold(fold(qf, k.shape[1]) @ kt.mT, qf).mul_(spec.scale_for(qf.shape[-1]))
+    queries = fold(qf, k.shape[1])
+    s = add_products(qf.new_zeros(*queries.shape[:3], kt.shape[2]), queries, kt.mT) if short else queries @ kt.mT
+    s = unfold(s, qf).mul_(spec.scale_for(qf.shape[-1]))
     slope = None
     if spec.softcap is not None:
         t = torch.tanh(s / spec.softcap)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .diagnosis import notebook
 from .implementation import Implementation, ImplementationError, Unsupported
-from .inputs import Inputs
+from .inputs import Inputs, output_dtype
 
 Outputs = dict[str, Tensor]
 
@@ -127,7 +127,7 @@ def _settle(implementation: Implementation, *results: Tensor | None) -> None:
 
 
 def _snapshot(inputs: Inputs) -> dict[str, Tensor]:
-    names = ("q", "k", "v", "bias", "mask", "sinks", "dout")
+    names = ("q", "k", "v", "bias", "mask", "sinks", "dout", "q_descale", "k_descale", "v_descale")
     return {name: x.clone() for name in names if (x := getattr(inputs, name)) is not None}
 
 
@@ -135,6 +135,8 @@ def _unchanged(inputs: Inputs, before: dict[str, Tensor]) -> None:
     """Raises ImplementationError for an input that the call changed: the truth would be computed from other numbers."""
     for name, old in before.items():
         new = getattr(inputs, name)
+        if new.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+            new, old = new.view(torch.uint8), old.view(torch.uint8)  # not every operation knows FP8
         if not torch.equal(new, old) and not torch.equal(new.nan_to_num(), old.nan_to_num()):
             raise ImplementationError(f"changed its input {name} in place; work on a copy")
 
@@ -146,6 +148,6 @@ def _poison(inputs: Inputs, fill: float, *, gradients: bool) -> None:
     if gradients:
         kv = case.batch * case.kv_heads * case.k
         sizes += [case.batch * case.heads * case.q * case.d, kv * case.d, kv * case.dv]
-    blocks = [torch.full((size,), fill, dtype=q.dtype, device=q.device) for size in sizes]
+    blocks = [torch.full((size,), fill, dtype=output_dtype(case), device=q.device) for size in sizes]
     blocks.append(torch.full((case.batch * case.heads * case.q,), fill, dtype=torch.float32, device=q.device))
     del blocks

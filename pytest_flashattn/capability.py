@@ -90,6 +90,11 @@ def gap(item: pytest.Item, setting: str) -> str | None:
     return None
 
 
+def lacks(word: str, setting: str) -> str | None:
+    """Why the device of this setting has not what a marker asks for, as a sentence; None if it has."""
+    return _lack(word, False, probe(setting))
+
+
 def _lack(word: str, exact: bool, device: Device) -> str | None:
     major, minor = NEEDS[word]
     needed = f"{word} needs compute capability {major}.{'x' if exact else minor}"

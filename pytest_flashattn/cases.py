@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass, fields
 from functools import cached_property
 
-from .features import DTYPES
+from .features import DESCALES, DTYPES, FP8
 
 LAYOUTS: dict[str, str] = {
     "plain": "contiguous in the implementation's own order of axes",
@@ -49,6 +49,7 @@ FAMILIES: dict[str, str] = {
     "vmean": "v has a mean of 5",
     "sinktoken": "key 0 attracts most of every row, as in trained models",
     "tiny": "v is so small that its products are subnormal in fp16",
+    "zeroblocks": "in runs of 128 rows, every third of q, k and v is zero, as is the last head of v",
 }
 BIASES: tuple[str, ...] = ("1111", "b111", "1h11", "11qk", "bhqk", "b11k", "1hqk", "b1qk")
 """Broadcast patterns of bias and mask: a letter where the axis is full, 1 where it is broadcast."""
@@ -59,6 +60,7 @@ class Case:
     """One attention problem. Lengths in tokens, dims in elements; None: the default of the contract.
 
     holes: the additive bias is -inf at some keys, and in one whole row, as callers mask with it.
+    descale: what shares a descale ("tensor", "group", "head", "block"); with dtypes e4m3 and e5m2, and only with them.
 
     Raises ValueError for a combination that is no attention problem (heads not divisible, an unknown word, …).
     """
@@ -80,6 +82,7 @@ class Case:
     mask: str | None = None
     holes: bool = False
     sinks: bool = False
+    descale: str | None = None
     layout: str = "plain"
     dout: str = "plain"
     family: str = "normal"
@@ -92,9 +95,13 @@ class Case:
             object.__setattr__(self, "dv", self.d)
         if self.heads % self.kv_heads:
             raise ValueError(f"heads={self.heads} is not a multiple of kv_heads={self.kv_heads}")
-        for name, known in (("dtype", DTYPES), ("layout", LAYOUTS), ("dout", DOUTS), ("family", FAMILIES)):
+        for name, known in (("dtype", (*DTYPES, *FP8)), ("layout", LAYOUTS), ("dout", DOUTS), ("family", FAMILIES)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown; known: {', '.join(known)}")
+        if self.descale is not None and self.descale not in DESCALES:
+            raise ValueError(f"descale={self.descale!r} is unknown; known: {', '.join(DESCALES)}")
+        if (self.dtype in FP8) != (self.descale is not None):
+            raise ValueError(f"descales come with {' and '.join(FP8)}, and these with descales: add e.g. descale.head")
         for name in ("bias", "mask"):
             if getattr(self, name) is not None and getattr(self, name) not in BIASES:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown; known: {', '.join(BIASES)}")
@@ -135,6 +142,8 @@ class Case:
             parts.append("holes")
         if self.sinks:
             parts.append("sinks")
+        if self.descale:
+            parts.append(f"descale.{self.descale}")
         if self.layout != "plain":
             parts.append(self.layout)
         if self.dout != "plain":
@@ -172,6 +181,7 @@ class Case:
             "bias": self.bias is not None,
             "mask": self.mask is not None,
             "sinks": self.sinks,
+            f"descale_{self.descale}": self.descale is not None,
         }
         return frozenset(name for name, needed in wanted.items() if needed)
 
@@ -198,7 +208,7 @@ _INTEGERS = {"b": "batch", "h": "heads", "kv": "kv_heads", "q": "q", "k": "k", "
 
 
 def _parse_part(part: str, text: str) -> tuple[str, object]:
-    if part in DTYPES:
+    if part in DTYPES or part in FP8:
         return "dtype", part
     if part in ("causal", "alibi", "sinks", "holes"):
         return part, True
@@ -206,7 +216,7 @@ def _parse_part(part: str, text: str) -> tuple[str, object]:
         return "family", part
     if part in LAYOUTS:
         return "layout", part
-    if match := re.fullmatch(r"(bias|mask|do)\.(\w+)", part):
+    if match := re.fullmatch(r"(bias|mask|do|descale)\.(\w+)", part):
         return {"do": "dout"}.get(match[1], match[1]), match[2]
     if match := re.fullmatch(r"(b|h|kv|q|k|d|dv)(\d+)", part):
         return _INTEGERS[match[1]], int(match[2])
@@ -221,7 +231,7 @@ def _parse_part(part: str, text: str) -> tuple[str, object]:
     )
 
 
-_WORDS = [*DTYPES, *LAYOUTS, *FAMILIES, "causal", "alibi", "sinks", "holes"]
+_WORDS = [*DTYPES, *FP8, *LAYOUTS, *FAMILIES, "causal", "alibi", "sinks", "holes"]
 assert len(set(_WORDS) - {"plain"}) == len(_WORDS) - 1, "a bare word of an id must have one meaning"
 
 FIELDS: frozenset[str] = frozenset(f.name for f in fields(Case))

@@ -13,6 +13,7 @@ CHAPTERS: dict[str, str] = {
     "numerics": "closed forms and inputs that are not Gaussian",
     "shapes": "lengths around tile edges, primes, 1, empty",
     "metamorphic": "relations that hold without a reference",
+    "fp8": "FP8 inputs with descales: a tensor, a head or a block of rows",
     "contract": "dtype, aliasing, repetition, refusals",
 }
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .features import DESCALES, FP8
 from .support import Support
 
 Parameters = Mapping[str, inspect.Parameter]
@@ -38,6 +39,9 @@ FEATURES_OF: Mapping[str, frozenset[str]] = MappingProxyType(
 )
 """The features behind each option of a call. Two of them are no keyword of the contract: "mask" is a boolean bias for
 an API that has a keyword of its own for it, "gqa" the flag that some APIs want when the numbers of heads differ."""
+
+DESCALED = ("q_descale", "k_descale", "v_descale")
+"""Options that make FP8 inputs possible, all three together; their granularity is what the support says."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,14 +121,26 @@ class Convention:
                 names[option] = (known[0],)
         if names.get("mask") == names.get("bias"):
             names.pop("mask", None)  # one keyword takes both, as in the contract
+        descaled = names.keys() >= set(DESCALED)
+        if not descaled:
+            names = {option: keywords for option, keywords in names.items() if option not in DESCALED}
         meant = {keyword for (keyword,) in names.values()} | self.constants.keys()
         if needed := [p.name for p in options.values() if p.default is p.empty and p.name not in meant]:
             raise ValueError(
                 f"needs {', '.join(needed)}, which the {self.name} convention does not give: wrap it in a function "
                 "attn(q, k, v, *, causal=False, ...), or name another convention"
             )
-        served = frozenset[str]().union(*(FEATURES_OF[option] for option in names))
-        absent = frozenset[str]().union(*(FEATURES_OF[option] for option in self.names.keys() - names.keys()))
+        served = frozenset[str]().union(*(FEATURES_OF.get(option, frozenset()) for option in names))
+        missing = self.names.keys() - names.keys()
+        absent = frozenset[str]().union(*(FEATURES_OF.get(option, frozenset()) for option in missing))
+        dtypes = self.support.dtypes
+        if not descaled:
+            absent |= {f"descale_{word}" for word in DESCALES}
+            dtypes -= set(FP8)
+        elif any(options[names[option][0]].default is inspect.Parameter.empty for option in DESCALED):
+            dtypes &= set(FP8)  # it cannot be called without, and FP8 has no gradients
+            absent |= {"backward", "bias_grad", "sinks_grad", "lse_grad"}
+            served -= {"lse_grad", "bias_grad", "sinks_grad"}
         unbounded = self.unbounded
         if "window" in names and isinstance(default := options[names["window"][0]].default, tuple):
             unbounded = -1 if -1 in default else None
@@ -133,7 +149,7 @@ class Convention:
             names=names,
             always=tuple(o for o, (k,) in names.items() if not _neutral(o, options[k].default)),
             unbounded=unbounded,
-            support=replace(self.support, features=self.support.features - (absent - served)),
+            support=replace(self.support, features=self.support.features - (absent - served), dtypes=dtypes),
         )
 
     def arguments(

@@ -5,16 +5,20 @@ from __future__ import annotations
 import contextlib
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 import oracles
 
 from . import attempt, sensitivity
 from .cases import Case
+from .descales import Blocks
 from .diagnosis import notebook
+from .features import FP8
 from .implementation import Implementation, Unsupported
-from .inputs import TORCH_DTYPES, Inputs, make_inputs
+from .inputs import TORCH_DTYPES, Inputs, make_inputs, output_dtype
 from .judge import against_bound, against_noise
+from .support import Support
 from .tolerances import limits
 from .verdict import Measure, Verdict
 
@@ -24,28 +28,34 @@ NOISE_QUANTITIES = frozenset({"o", "dq", "dk", "dv"})
 
 def inputs_for(implementation: Implementation, case: Case) -> Inputs:
     """The tensors of `case` on the implementation's device, in its order of axes."""
-    return make_inputs(case, implementation.device, implementation.convention.layout)
+    support = implementation.support
+    blocks = Blocks(support.q_block, support.kv_block)
+    return make_inputs(case, implementation.device, implementation.convention.layout, blocks)
+
+
+def arithmetic(support: Support, case: Case) -> oracles.Arithmetic:
+    """What the implementation declares of its arithmetic, on the dtype of `case`."""
+    return oracles.Arithmetic.of(
+        TORCH_DTYPES[case.dtype],
+        p_dtype=TORCH_DTYPES[support.p_dtype] if support.p_dtype else None,
+        tf32=support.tf32 and case.dtype == "fp32",
+        sums=support.gradient_sums == "input" and case.dtype != "fp32",
+        p_scale=support.p_scale,
+        fp8_sums=support.fp8_sums if case.dtype in FP8 else "fp32",
+    )
 
 
 def truth(
     implementation: Implementation, inputs: Inputs, *, backward: bool = False, lse_gradient: bool = False
 ) -> dict[str, oracles.Truth]:
     """The float64 values and the sizes of a correct kernel's errors, for this implementation's arithmetic."""
-    support, case = implementation.support, inputs.case
-    arithmetic = oracles.Arithmetic.of(
-        TORCH_DTYPES[case.dtype],
-        p_dtype=TORCH_DTYPES[support.p_dtype] if support.p_dtype else None,
-        tf32=support.tf32 and case.dtype == "fp32",
-        sums=support.gradient_sums == "input" and case.dtype != "fp32",
-    )
+    support = implementation.support
     return oracles.evaluate(
-        inputs.q,
-        inputs.k,
-        inputs.v,
+        *inputs.exact(),
         inputs.spec(support.alignment),
         do=inputs.dout if backward else None,
         dlse=inputs.dlse if lse_gradient else None,
-        arithmetic=arithmetic,
+        arithmetic=arithmetic(support, inputs.case),
     )
 
 
@@ -68,19 +78,23 @@ def judge(
     expected = truth(implementation, inputs, backward=backward, lse_gradient=lse_gradient)
     emulated: dict[str, Tensor] = {}
     # The emulator knows neither tf32 operands nor 16-bit sums: those keep the bound alone, derived for them.
-    single = case.dtype == "fp32"
+    single, fp8 = case.dtype == "fp32", case.dtype in FP8
     floor = NOISE_QUANTITIES
     if support.gradient_sums == "input" and not single:
         floor = floor - {"dq", "dk", "dv"}
     if noise and rows == slice(None) and not (support.tf32 and single):
+        p_dtype = TORCH_DTYPES[support.p_dtype or case.dtype]
+        scaled = p_dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+        q, k, v = inputs.exact()
         emulated = oracles.emulate(
-            inputs.q,
-            inputs.k,
-            inputs.v,
+            *((q.float(), k.float(), v.float()) if fp8 else (q, k, v)),
             inputs.spec(support.alignment),
             do=inputs.dout if backward else None,
             dlse=inputs.dlse if lse_gradient else None,
-            p_dtype=TORCH_DTYPES[support.p_dtype] if support.p_dtype else None,
+            p_dtype=p_dtype,
+            p_scale=support.p_scale if scaled else 1.0,
+            out_dtype=output_dtype(case),
+            fp8_sums=support.fp8_sums if fp8 else "fp32",
         )
     measures: list[Measure] = []
     for name, got in outputs.items():

@@ -22,10 +22,23 @@ FEATURES: dict[str, str] = {
     "bias_grad": "a gradient for the additive bias",
     "sinks_grad": "a gradient for the sinks",
     "lse_grad": "gradients that flow through the returned log-sum-exp",
+    "descale_tensor": "FP8 q, k and v, each with one descale",
+    "descale_group": "FP8 with one descale a kv head, for q too: (B, Hkv), as FlashAttention-3 has it",
+    "descale_head": "FP8 with one descale a head: (B, H)",
+    "descale_block": "FP8 with one descale a block of rows: (B, H, ceil(L / block))",
 }
 
 DTYPES: tuple[str, ...] = ("fp16", "bf16", "fp32")
-"""Short names of the dtypes a case can have; `torch_dtype` of `inputs.py` translates them."""
+"""Short names of dtypes that a case can have; every implementation is taken to serve them unless it says otherwise."""
+
+FP8: tuple[str, ...] = ("e4m3", "e5m2")
+"""The others: float8_e4m3fn and float8_e5m2, with descales. `TORCH_DTYPES` of `inputs.py` translates both."""
+
+DESCALES: tuple[str, ...] = ("tensor", "group", "head", "block")
+"""What shares a descale; the words of a case id after "descale.", and of features after "descale_"."""
+
+FP8_SUMS: tuple[str, ...] = ("fp32", "14 bits", "14 bits a tile")
+"""How products of FP8 are added up, as in `oracles.arithmetic`, which this half of the plugin does not import."""
 
 
 def unknown(names: object) -> list[str]:

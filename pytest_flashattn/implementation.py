@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from .conventions import Convention, declared, layers, relayout
-from .features import DTYPES, FEATURES
+from .features import DTYPES, FEATURES, FP8
 from .known_apis import CONVENTIONS, infer
 from .support import Support
 
@@ -57,9 +57,13 @@ class Implementation:
 
     def describe(self) -> str:
         """One line: "mykernels:attn, canonical call; fp16 bf16; causal gqa lse backward"."""
-        dtypes = " ".join(d for d in DTYPES if d in self.support.dtypes)
+        dtypes = " ".join(d for d in (*DTYPES, *FP8) if d in self.support.dtypes)
         features = " ".join(f for f in FEATURES if f in self.support.features)
         declared = [f"P in {self.support.p_dtype}"] if self.support.p_dtype else []
+        if self.support.dtypes & set(FP8):
+            scaled, short = self.support.p_scale != 1, self.support.fp8_sums != "fp32"
+            declared += [f"P times {self.support.p_scale:g} in FP8"] if scaled else []
+            declared += [f"FP8 products summed in {self.support.fp8_sums}"] if short else []
         declared += ["tf32 products"] if self.support.tf32 else []
         declared += ["gradients summed in the input dtype"] if self.support.gradient_sums == "input" else []
         declared += ["top-left diagonal"] if self.support.alignment == "top-left" else []
@@ -74,7 +78,8 @@ class Implementation:
         q (B, Hq, Lq, D), k (B, Hkv, Lk, D), v (B, Hkv, Lk, Dv), any strides: passed as views, never copied.
         options: the keywords of the contract that differ from their defaults. One that the convention cannot express is
         passed under its canonical name, so that an honest function refuses it.
-        Returns out (B, Hq, Lq, Dv) in q's dtype and lse (B, Hq, Lq) float32, natural log, or None when not asked for.
+        Returns out (B, Hq, Lq, Dv) in q's dtype (FP8: bf16) and lse (B, Hq, Lq) float32, natural log, or None when not
+        asked for.
         Raises Unsupported for its NotImplementedError, ImplementationError for any other exception and for a return
         value of another kind, shape, dtype or device. Running out of memory is no verdict on it and passes through.
         """
@@ -103,7 +108,8 @@ class Implementation:
         out, lse = self._unpack(returned, return_lse)
         sizes = {"b": q.shape[0], "h": q.shape[1], "s": q.shape[2], "d": v.shape[3]}
         layout, lse_layout = self.convention.layout, self.convention.lse_layout
-        out = relayout(self._checked("out", out, layout, sizes, q.dtype, q.device), layout, "bhsd")
+        dtype = torch.bfloat16 if q.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) else q.dtype
+        out = relayout(self._checked("out", out, layout, sizes, dtype, q.device), layout, "bhsd")
         if not return_lse:
             return out, None
         lse = self._checked("lse", self.convention.lse_from(lse), lse_layout, sizes, torch.float32, q.device)

@@ -10,14 +10,29 @@ import torch
 from torch import Tensor
 
 import oracles
+from oracles.quantise import dequantise
 
 from .cases import Case
+from .descales import Blocks, quantised, sized
+from .features import FP8
 from .layouts import place, place_far, place_qkv
 
-TORCH_DTYPES: dict[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+    "e4m3": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
+}
+
+ZERO_RUN = 128
+"""Rows of a run of the family "zeroblocks": a usual block of rows that share a descale."""
 
 MASK_VISIBLE = 0.7
 """Share of visible keys in a random boolean mask: dense enough for every tile, sparse enough to be noticed."""
+
+USUAL = Blocks()
+"""The usual blocks of rows that share a descale, for whoever does not say."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +41,8 @@ class Inputs:
 
     q (B, Hq, Lq, D), k (B, Hkv, Lk, D), v (B, Hkv, Lk, Dv) in the case's dtype and memory layout; bias additive in the
     case's dtype, or mask boolean (True = visible), broadcastable to (B, Hq, Lq, Lk); sinks (Hq,) and alibi_slopes (Hq,)
-    float32; dout (B, Hq, Lq, Dv) and dlse (B, Hq, Lq) float32: the upstream gradients.
+    float32; dout (B, Hq, Lq, Dv) and dlse (B, Hq, Lq) float32: the upstream gradients. FP8 cases: q_descale, k_descale,
+    v_descale float32 of the shapes of `oracles.quantise`, with `blocks` rows where there is one a block; dout in bf16.
     """
 
     case: Case
@@ -39,6 +55,19 @@ class Inputs:
     bias: Tensor | None = None
     mask: Tensor | None = None
     sinks: Tensor | None = None
+    q_descale: Tensor | None = None
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
+    blocks: Blocks = USUAL
+
+    def exact(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v for an oracle: as they are, or the float64 numbers that FP8 values and descales stand for."""
+        return self.meant("q", self.q), self.meant("k", self.k), self.meant("v", self.v)
+
+    def meant(self, name: str, x: Tensor) -> Tensor:
+        """The numbers that x (B, H, L, D) stands for in the place of tensor `name`."""
+        descale = getattr(self, f"{name}_descale")
+        return x if descale is None else dequantise(x, descale, block=self.blocks.q if name == "q" else self.blocks.kv)
 
     def options(self) -> dict[str, Any]:
         """The canonical keywords that differ from their default."""
@@ -51,6 +80,9 @@ class Inputs:
             "alibi_slopes": self.alibi_slopes,
             "bias": self.bias if self.mask is None else self.mask,
             "sinks": self.sinks,
+            "q_descale": self.q_descale,
+            "k_descale": self.k_descale,
+            "v_descale": self.v_descale,
         }
         return {name: value for name, value in candidates.items() if value is not None}
 
@@ -74,8 +106,19 @@ class Inputs:
         return replace(self, **changes)
 
 
-def make_inputs(case: Case, device: torch.device | str = "cpu", native: str = "bhsd") -> Inputs:
-    """Draw the tensors of `case` and lay them out in memory; `native` is the order of axes the implementation takes."""
+def output_dtype(case: Case) -> torch.dtype:
+    """The dtype of the output: that of the inputs, or bf16 where these are FP8."""
+    return torch.bfloat16 if case.dtype in FP8 else TORCH_DTYPES[case.dtype]
+
+
+def make_inputs(
+    case: Case, device: torch.device | str = "cpu", native: str = "bhsd", blocks: Blocks | None = None
+) -> Inputs:
+    """Draw the tensors of `case` and lay them out in memory; `native` is the order of axes the implementation takes.
+
+    blocks: rows that share a descale, in FP8 cases with one a block.
+    """
+    blocks = blocks or USUAL
     device = torch.device(device)
     dtype = TORCH_DTYPES[case.dtype]
     generator = torch.Generator().manual_seed(case.rng_seed)
@@ -96,7 +139,12 @@ def make_inputs(case: Case, device: torch.device | str = "cpu", native: str = "b
     elif case.dout == "expanded":
         dout = torch.ones(1, 1, 1, 1)
 
-    q, k, v, dout = (x.to(device=device, dtype=dtype) for x in (q, k, v, dout))
+    descales: dict[str, Tensor] = {}
+    if case.dtype in FP8:
+        q, k, v, descales = _in_fp8(case, q, k, v, dtype, blocks, generator)
+        descales = {name: x.to(device) for name, x in descales.items()}
+    q, k, v = (x.to(device=device, dtype=dtype) for x in (q, k, v))
+    dout = dout.to(device=device, dtype=output_dtype(case))
     if case.layout == "qkv":
         q, k, v = place_qkv(q, k, v)
     elif case.layout == "far":
@@ -124,7 +172,25 @@ def make_inputs(case: Case, device: torch.device | str = "cpu", native: str = "b
         mask=_visible(case.mask, case, generator).to(device) if case.mask else None,
         # Near log(Lk), the size of a row's own log-sum-exp: a sink of 0 against hundreds of keys would be invisible.
         sinks=(normal(case.heads) + math.log(max(case.k, 1))).to(device) if case.sinks else None,
+        blocks=blocks,
+        **descales,
     )
+
+
+def _in_fp8(
+    case: Case, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, blocks: Blocks, generator: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+    """q, k and v in FP8 and their descales, these with all batches and heads of what was drawn once and is expanded."""
+    values, descales = [], {}
+    group = case.heads // case.kv_heads
+    for name, x, heads in (("q", q, case.heads), ("k", k, case.kv_heads), ("v", v, case.kv_heads)):
+        found = quantised(name, sized(name, x, generator), case, dtype, blocks)
+        values.append(found.values)
+        heads = heads // group if name == "q" and case.descale == "group" else heads
+        rest = found.descale.shape[2:]
+        whole = found.descale if case.descale == "tensor" else found.descale.expand(case.batch, heads, *rest)
+        descales[f"{name}_descale"] = whole.contiguous()
+    return *values, descales  # type: ignore[return-value]
 
 
 def _family(case: Case, q: Tensor, k: Tensor, v: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
@@ -167,6 +233,11 @@ def _family(case: Case, q: Tensor, k: Tensor, v: Tensor, generator: torch.Genera
             v[..., :1, :] *= 0.1
         case "tiny":
             v = v * 2.0**-16
+        case "zeroblocks":
+            for x in (q, k, v):
+                x.masked_fill_((torch.arange(x.shape[2]) // ZERO_RUN % 3 == 1)[:, None], 0)
+            if v.shape[1] > 1:
+                v[:, -1] = 0
     return q, k, v
 
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .conventions import FEATURES_OF, Convention, declared, is_apply, parameters_of
+from .conventions import DESCALED, FEATURES_OF, Convention, declared, is_apply, parameters_of
+from .features import DTYPES, FP8
 from .support import Support
 
 # -- APIs that express options through one another --------------------------------------------------------------------
@@ -115,9 +116,13 @@ _PLAIN_NAMES: dict[str, tuple[str, ...]] = {
     "mask": ("mask", "attn_mask"),
     "sinks": ("sinks", "sink", "learnable_sink"),
     "return_lse": ("return_lse", "return_softmax_lse"),
+    **{option: (option,) for option in DESCALED},
 }
 _PLAIN_SUPPORT = Support(
-    features=_words("gqa cross dv backward").union(*(FEATURES_OF[option] for option in _PLAIN_NAMES))
+    features=_words("gqa cross dv backward descale_tensor descale_head descale_block").union(
+        *(FEATURES_OF[option] for option in _PLAIN_NAMES if option not in DESCALED)
+    ),
+    dtypes=frozenset({*DTYPES, *FP8}),
 )
 _HALF = frozenset({"fp16", "bf16"})
 _CUDA = frozenset({"cuda"})
@@ -203,6 +208,7 @@ _TABLE = (
             "softcap": ("softcap",),
             "alibi_slopes": ("alibi_slopes",),
             "return_lse": ("return_lse", "return_attn_probs"),
+            **{option: (option,) for option in DESCALED},  # 3 only, (B, Hkv) all three
         },
         encode={"alibi_slopes": Tensor.float},
         unbounded=-1,
@@ -210,8 +216,10 @@ _TABLE = (
         # dv: 3 and 4 serve it for some pairs of dims only. lse_grad: 2 and 3 ignore it. sinks: 4 takes them in bf16
         # only. Whoever has a build that does more attaches a Support.
         support=Support(
-            features=_words("causal cross gqa scale window softcap alibi lse backward"),
-            dtypes=_HALF,
+            features=_words("causal cross gqa scale window softcap alibi lse backward descale_group"),
+            dtypes=_HALF | {"e4m3"},
+            p_scale=256,
+            fp8_sums="14 bits",
             max_head_dim=256,
             devices=_CUDA,
         ),

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import pytest
 
-from .features import DTYPES, FEATURES
+from .features import DTYPES, FEATURES, FP8
 
 LEVELS = ("smoke", "default", "full")  # matrices.LEVELS, repeated so that start-up reads no table
 SUITE_MODES = ("auto", "always", "never")
@@ -78,7 +78,7 @@ def _seconds(text: str) -> float:
 
 def _words(text: str) -> tuple[str, ...]:
     words = tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
-    known = (*FEATURES, *DTYPES, *HARDWARE)
+    known = (*FEATURES, *DTYPES, *FP8, *HARDWARE)
     if unknown := [word for word in words if word not in known]:
         raise ValueError(f"unknown {', '.join(unknown)}; known: {', '.join(known)}")
     return words

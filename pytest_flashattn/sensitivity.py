@@ -28,7 +28,7 @@ from torch import Tensor
 
 from oracles import AttentionSpec, Truth
 
-from .inputs import Inputs
+from .inputs import Inputs, output_dtype
 from .tolerances import limits
 
 ZEROS, MEAN, COPY = "zeros", "the mean of V", "a copy of V"
@@ -63,8 +63,8 @@ def null_results(quantity: str, inputs: Inputs, spec: AttentionSpec) -> Iterator
     lq, lk = inputs.q.shape[2], inputs.k.shape[2]
     if quantity != "o" or not lk:
         return
-    v = inputs.v.repeat_interleave(inputs.q.shape[1] // inputs.v.shape[1], 1)
-    yield MEAN, v.double().mean(2, keepdim=True).to(v.dtype).double()
+    v = inputs.exact()[2].repeat_interleave(inputs.q.shape[1] // inputs.v.shape[1], 1)
+    yield MEAN, v.double().mean(2, keepdim=True).to(output_dtype(inputs.case)).double()
     stand = spec.diagonal(torch.arange(lq, device=v.device), lq, lk)
     yield COPY, v[:, :, stand.clamp(0, lk - 1)].double()
 

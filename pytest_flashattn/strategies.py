@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, Phase, Verbosity, configuration
 from hypothesis import strategies as st
 
 from .cases import BIASES, DOUTS, FAMILIES, LAYOUTS, Case
-from .features import DTYPES
+from .features import DESCALES, DTYPES, FP8
 from .support import Support
 
 T = TypeVar("T")
@@ -64,7 +64,11 @@ def rarely(draw: st.DrawFn, usual: T, values: Collection[T], share: int) -> T:
 def cases(draw: st.DrawFn, support: Support) -> Case:
     """A case within `support`, of at most SCORES scores."""
     has = support.features.__contains__
-    chosen: dict[str, Any] = {"dtype": pick(draw, [d for d in ("bf16", *DTYPES) if d in support.dtypes])}
+    descales = [word for word in DESCALES if has(f"descale_{word}")]
+    known = ("bf16", *DTYPES, *(FP8 if descales else ()))
+    chosen: dict[str, Any] = {"dtype": pick(draw, [d for d in known if d in support.dtypes])}
+    if chosen["dtype"] in FP8:
+        chosen["descale"] = pick(draw, descales)
     if has("causal"):
         chosen["causal"] = pick(draw, (False, True))
     if has("scale"):
@@ -95,6 +99,8 @@ def cases(draw: st.DrawFn, support: Support) -> Case:
 
 def _distinct(family: str, chosen: dict[str, Any]) -> bool:
     """Whether a feature still shows with these inputs: a softcap makes large scores alike, and hides a sink's logit."""
+    if family == "zeroblocks" and not chosen.get("descale"):
+        return False  # zeros are special to quantisers only
     if chosen.get("softcap") and family in ("offset", "negoffset"):
         return False
     return not (chosen.get("sinks") and family == "constant")

@@ -11,9 +11,11 @@ from collections.abc import Iterable
 
 import torch
 
+from .capability import lacks
 from .cases import Case
 from .checks.registry import Function, find
 from .diagnosis import notebook
+from .features import FP8
 from .implementation import Implementation, ImplementationError, Unsupported, present
 from .memory import shortage
 from .verdict import Verdict
@@ -43,6 +45,8 @@ def gate(implementation: Implementation, case: Case, needs: Iterable[str] = ()) 
     kind = implementation.device.type
     if not present(kind):
         return Verdict("unmet", f"runs on {kind}; this machine has no {kind.upper()} device")
+    if case.dtype in FP8 and kind == "cuda" and (lack := lacks("fp8", str(implementation.device))):
+        return Verdict("unmet", lack)  # elsewhere FP8 is emulated, which needs no tensor cores
     if lack := shortage(case, implementation.device):
         return Verdict("unmet", lack)
     return None

@@ -72,7 +72,7 @@ def _not_finite(failure: Failure) -> str:
 
 def _imprecise(failure: Failure, problem: Problem, sample: Sample) -> list[str]:
     """Small errors: a rounding too many, an imprecise scale."""
-    found = rounding.explain(problem, sample, failure.dtype, failure.budget.renewed())
+    found = rounding.explain(problem, sample, failure.dtype, failure.budget.renewed(), failure.honest_p())
     if found and found.share > rounding.SURE:
         return [LOOKS + found.sentence]
     scale = fits.scale(problem, sample)
@@ -83,7 +83,7 @@ def _imprecise(failure: Failure, problem: Problem, sample: Sample) -> list[str]:
 
 def _leaves_noise_only(failure: Failure, p: Problem, sample: Sample, scale: Alternative) -> bool:
     """Whether a fitted scale explains the error but for what an honest kernel has, or nearly all of it."""
-    emulated = rounding.flash(p, failure.dtype, TILES[0], rounding.Knobs())
+    emulated = rounding.flash(p, failure.dtype, TILES[0], rounding.Knobs(p=failure.honest_p()))
     pairs = ((emulated, sample.want), (sample.got, sample.want), (sample.got, forward.forward(scale.change(p)).o))
     honest, before, after = (float((a - b).square().mean().sqrt()) for a, b in pairs)
     return after <= HONEST * honest or after <= NEARLY * before
@@ -91,7 +91,7 @@ def _leaves_noise_only(failure: Failure, p: Problem, sample: Sample, scale: Alte
 
 def rounded(failure: Failure) -> list[str]:
     """A rounding too many in an o whose elements are all within their bounds."""
-    found = rounding.explain(*failure.sampled(), failure.dtype, failure.budget)
+    found = rounding.explain(*failure.sampled(), failure.dtype, failure.budget, failure.honest_p())
     return [LOOKS + found.sentence] if found else []
 
 

@@ -10,9 +10,11 @@ from torch import Tensor
 
 import oracles
 
+from .. import examination
 from ..implementation import Implementation
-from ..inputs import TORCH_DTYPES, Inputs
+from ..inputs import TORCH_DTYPES, Inputs, output_dtype
 from ..tolerances import limits
+from . import rounding
 from .budget import Budget
 from .match import Finding, Sample
 from .model import Problem, pose
@@ -47,7 +49,8 @@ class Failure:
 
     @property
     def dtype(self) -> torch.dtype:
-        return TORCH_DTYPES[self.inputs.case.dtype]
+        """Of the output."""
+        return output_dtype(self.inputs.case)
 
     @property
     def calls(self) -> list[Call]:
@@ -85,11 +88,16 @@ class Failure:
         rows = problem.rows[count.argsort(descending=True)[:SCREENED]].sort().values
         return self.problem(rows), self.sample("o", rows)
 
+    def honest_p(self) -> rounding.Round | None:
+        """How P is to be rounded, where inputs are FP8."""
+        support, case = self.implementation.support, self.inputs.case
+        if case.descale is None:
+            return None
+        dtype = TORCH_DTYPES[support.p_dtype or case.dtype]
+        return rounding.scaled(dtype, support.p_scale if dtype.itemsize == 1 else 1.0)
+
     def arithmetic(self) -> oracles.Arithmetic:
-        support = self.implementation.support
-        p_dtype = TORCH_DTYPES[support.p_dtype] if support.p_dtype else None
-        tf32 = support.tf32 and self.inputs.case.dtype == "fp32"
-        return oracles.Arithmetic.of(self.dtype, p_dtype=p_dtype, tf32=tf32)
+        return examination.arithmetic(self.implementation.support, self.inputs.case)
 
 
 def _spread(wrong_rows: Tensor, most: int) -> Tensor:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from . import (
+    forward_fp8,
     forward_keys,
     forward_mask,
     forward_memory,
@@ -72,6 +73,7 @@ def noise_of(p: Problem, u_out: float, u_p: float) -> Noise:
 
 def alternatives(p: Problem) -> Iterator[Alternative]:
     """Everything the tables hold for this problem, the likelier first."""
+    yield from forward_fp8.descales(p)
     for table in TABLES:
         yield from (a for a in table if a.when(p))
     for family in FAMILIES:

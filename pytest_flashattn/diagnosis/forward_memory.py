@@ -63,7 +63,7 @@ def _reading(name: str, sentence: str, names: str, read: Callable[[Tensor], Tens
     """The tensors `names` ("q", "kv", …) read by `read`; {} in the sentence stands for them and their verb."""
 
     def change(p: Problem) -> Problem:
-        changed = {n: read(getattr(p.inputs, n)).double() for n in names}
+        changed = {n: p.inputs.meant(n, read(getattr(p.inputs, n))).double() for n in names}
         if "q" in changed:
             changed["q"] = changed["q"][:, :, p.rows]
         return replace(p, **changed)  # type: ignore[arg-type]

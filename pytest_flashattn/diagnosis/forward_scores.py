@@ -143,7 +143,7 @@ def _without_dims(p: Problem, start: int, stop: int) -> Problem:
 
 
 def _into_next_row(p: Problem, pad: int) -> Problem:
-    after = p.inputs.q[:, :, (p.rows + 1) % max(p.lq, 1)].double()
+    after = p.inputs.exact()[0][:, :, (p.rows + 1) % max(p.lq, 1)].double()
     q = torch.cat([p.q, after[..., :pad]], -1)
     return replace(p, q=q, k=torch.cat([p.k, p.k.roll(-1, 2)[..., :pad]], -1))
 

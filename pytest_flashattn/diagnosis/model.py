@@ -100,6 +100,7 @@ def pose(inputs: Inputs, alignment: str, rows: Tensor) -> Problem:
     lq, lk = inputs.q.shape[2], inputs.k.shape[2]
     hq, hkv = inputs.q.shape[1], inputs.k.shape[1]
     device = inputs.q.device
+    q, k, v = inputs.exact()
     diagonal = lk - lq if alignment == "bottom-right" else 0
     left, right = case.window or (None, None)
     if case.causal:
@@ -108,9 +109,9 @@ def pose(inputs: Inputs, alignment: str, rows: Tensor) -> Problem:
         case=case,
         inputs=inputs,
         rows=rows,
-        q=inputs.q[:, :, rows].double(),
-        k=inputs.k.double(),
-        v=inputs.v.double(),
+        q=q[:, :, rows].double(),
+        k=k.double(),
+        v=v.double(),
         heads=torch.arange(hq, device=device) // (hq // hkv),
         lq=lq,
         lk=lk,

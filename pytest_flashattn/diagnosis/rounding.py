@@ -22,6 +22,9 @@ from .model import LOG2E, Problem, masked, products, softmax
 
 Round = Callable[[Tensor], Tensor]
 
+FP8 = {"e5m2": torch.float8_e5m2, "e4m3": torch.float8_e4m3fn}
+P_SCALES = (1.0, 256.0)
+
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 GAIN = 0.5
@@ -75,6 +78,11 @@ class Knobs:
     normalised: bool = False
 
 
+def scaled(dtype: torch.dtype, scale: float) -> Round:
+    """Rounded to a dtype as a multiple of what is rounded; saturates."""
+    return lambda x: (x * scale).clamp(max=torch.finfo(dtype).max).to(dtype).float() / scale
+
+
 HONEST = (Knobs(), Knobs(p=keep), Knobs(normalised=True))
 """Right ways to treat P: rounded before or after it is normalised, or not at all."""
 
@@ -113,7 +121,7 @@ def flash(p: Problem, dtype: torch.dtype, tile: int, knobs: Knobs) -> Tensor:
 def suspects(p: Problem, dtype: torch.dtype) -> Iterator[tuple[str, Knobs]]:
     """Sentences and knobs that depend on the tiles of keys, for inputs of this dtype."""
     name = p.case.dtype
-    for label, coarse in COARSER[name].items():
+    for label, coarse in COARSER.get(name, {}).items():
         yield f"P is rounded to {label} before P V", Knobs(p=to(coarse))
     if name != "fp32":
         yield f"P is truncated to {name}, not rounded", Knobs(p=truncated(dtype))
@@ -123,6 +131,14 @@ def suspects(p: Problem, dtype: torch.dtype) -> Iterator[tuple[str, Knobs]]:
         yield f"the accumulator of P V is rounded to {label} from tile to tile", Knobs(accumulator=to(coarse))
         for step in (16, 32):
             yield f"P V is accumulated in {label}", Knobs(accumulator=to(coarse), step=step)
+
+
+def fp8_suspects(p: Problem) -> Iterator[tuple[str, Knobs]]:
+    """P of FP8 in another format or with another scale."""
+    for label, dtype in FP8.items():
+        for scale in P_SCALES:
+            with_scale = f"multiplied by {scale:g}" if scale != 1 else "without a scale"
+            yield f"P is rounded to {label} {with_scale} before P V", Knobs(p=scaled(dtype, scale))
 
 
 def score_suspects() -> Iterator[tuple[str, Knobs]]:
@@ -145,8 +161,10 @@ class Rounding:
         return f"{self.what} (an emulator that does so makes {100 * self.share:.0f} % of the error of o)"
 
 
-def explain(p: Problem, sample: Sample, dtype: torch.dtype, budget: Budget) -> Rounding | None:
-    """The rounding that explains most of the error of o; None when none does."""
+def explain(
+    p: Problem, sample: Sample, dtype: torch.dtype, budget: Budget, honest_p: Round | None = None
+) -> Rounding | None:
+    """The rounding that explains most of the error of o; None when none does. honest_p: of P, with FP8 inputs."""
     size = sample.want.square().mean()
     error = sample.error.square()
     if not p.lk or not error.isfinite().all() or not size or float(error.mean() / size) > SMALL**2:
@@ -158,9 +176,10 @@ def explain(p: Problem, sample: Sample, dtype: torch.dtype, budget: Budget) -> R
 
     best: Rounding | None = None
     for tile in TILES:
-        honest = min(left(tile, knobs) for knobs in HONEST)
+        honest = min(left(tile, knobs) for knobs in (HONEST if honest_p is None else (Knobs(p=honest_p),)))
         scores = score_suspects() if tile == TILES[0] else ()
-        for what, knobs in itertools.chain(scores, suspects(p, dtype)):
+        known = itertools.chain(scores, suspects(p, dtype)) if honest_p is None else fp8_suspects(p)
+        for what, knobs in known:
             if budget.spent:
                 return best
             share = 1 - left(tile, knobs) / total if total else 0.0

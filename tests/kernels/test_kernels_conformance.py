@@ -10,7 +10,7 @@ from interpreted import python
 
 HALVES = {
     "outputs": ("forward", "causal", "lse", "gqa", "layout", "numerics", "shapes"),
-    "gradients and options": ("backward", "features", "metamorphic", "contract"),
+    "gradients and options": ("backward", "features", "metamorphic", "fp8", "contract"),
 }
 
 

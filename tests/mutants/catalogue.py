@@ -105,8 +105,8 @@ CATALOGUE: dict[int, tuple[str, str]] = {
     95: ("ignore_window", "here"),
     96: ("ignore_scale", "here"),
     97: ("ignore_key_padding", "here"),
-    98: ("ignore_descale", "later: fp8"),
-    99: ("descale_first_head_only", "later: fp8"),
+    98: ("ignore_descale", "here"),
+    99: ("descale_first_head_only", "here"),
     100: ("positional_shift", "here"),
     101: ("bias_grad_none", "here"),
     102: ("sticky_mask_state", "here"),
@@ -122,8 +122,8 @@ CATALOGUE: dict[int, tuple[str, str]] = {
     112: ("bias_grad_not_reduced", "here"),
     113: ("constant_seed", "later: dropout"),
     114: ("dropout_no_rescale", "later: dropout"),
-    115: ("zero_scale_nan", "later: fp8"),
-    116: ("kv_dequant_scale_swapped", "later: fp8"),
+    115: ("zero_scale_nan", "here"),
+    116: ("kv_dequant_scale_swapped", "here"),
     117: ("device0_launch", "gpu"),
     118: ("crash_on_unsupported", "here"),
     119: ("raise_out_of_resources", "here"),
@@ -153,6 +153,6 @@ CATALOGUE: dict[int, tuple[str, str]] = {
 TEACHING: dict[str, tuple[str, ...]] = {
     "fp16 accumulator": ("fp16_acc", "fp16_acc_on_bf16"),
     "wrong alpha": ("rescale_skipped", "denominator_not_rescaled"),
-    "fp8_acc_rescaled_each_block": (),
+    "fp8_acc_rescaled_each_block": ("fp8_acc_rescaled_each_block",),
 }
-"""Mistakes that a course on FlashAttention asks its readers about, and the mutants that make them; none: later, fp8."""
+"""Mistakes that a course on FlashAttention asks its readers about, and the mutants that make them."""

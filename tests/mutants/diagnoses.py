@@ -177,6 +177,25 @@ PHRASES: dict[str, Phrases] = {
     "split_empty_chunk_nan": ("an empty part", "an empty split"),
     "lse_needed_for_merge": ("as if each had lse = 0",),
     "combine_row_pitch": ("rows of o are taken to lie",),
+    # FP8
+    "ignore_descale": ("the descale of q, k and v has no effect",),
+    "ignore_q_descale": ("the descale of q has no effect",),
+    "descale_twice": ("the descale of v is applied twice",),
+    "descale_first_head_only": ("is that of its first head for all heads",),
+    "descale_first_batch_only": ("is that of the first batch element for all",),
+    "descale_of_q_by_kv_head": ("the descale of q is looked up by kv head",),
+    "descale_block_off_by_one": ("gets the descale of the block before it",),
+    "descale_of_first_block": ("is that of its first block for all",),
+    "kv_dequant_scale_swapped": ("the descales of k and v are swapped",),
+    "zero_scale_nan": ("that is all zero gives NaN",),
+    "fp8_acc_rescaled_each_block": ("the running accumulator is multiplied by the descale of v",),
+    "e5m2_read_for_e4m3": ("are read as e5m2",),
+    "p_without_its_scale": ("P is rounded to e4m3 without a scale",),
+    "p_scale_too_large": ("P saturates",),
+    "p_scale_not_undone": ("is not divided by the scale of P",),
+    "p_in_e5m2": ("P is rounded to e5m2",),
+    "denominator_with_descale": ("the denominator of the softmax is wrong",),
+    "fp8_returns_zeros": ("o is all zeros",),
 }
 """By mutant: the phrases of which one must be there."""
 

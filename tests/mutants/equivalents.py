@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from . import equivalents_calls, equivalents_order, equivalents_rounding
+from . import equivalents_calls, equivalents_fp8, equivalents_order, equivalents_rounding
 from .equivalents_registry import EQUIVALENTS, Equivalent
 
-FAMILIES = (equivalents_order, equivalents_rounding, equivalents_calls)
+FAMILIES = (equivalents_order, equivalents_rounding, equivalents_calls, equivalents_fp8)
 
 __all__ = ["EQUIVALENTS", "FAMILIES", "Equivalent"]

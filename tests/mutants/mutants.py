@@ -6,6 +6,7 @@ from . import (
     mutants_backward,
     mutants_contract,
     mutants_features,
+    mutants_fp8,
     mutants_layout,
     mutants_mask,
     mutants_numerics,
@@ -23,6 +24,7 @@ FAMILIES = (
     mutants_layout,
     mutants_split,
     mutants_contract,
+    mutants_fp8,
 )
 
 __all__ = ["FAMILIES", "MUTANTS", "Mutant"]

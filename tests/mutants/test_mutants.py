@@ -49,7 +49,7 @@ def test_suite_passes_equivalent(equivalent: Equivalent) -> None:
         if verdict.status == "failed":
             failures.append(f"{check} [{case.id}] seed {case.seed}: {verdict.text()}")
     assert not failures, f"{len(failures)} false alarms; the first:\n" + "\n".join(failures[:3])
-    assert verified >= 12
+    assert verified >= (12 if "bf16" in subject.support.dtypes else 5)
 
 
 def test_every_killer_exists() -> None:

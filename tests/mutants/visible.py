@@ -116,7 +116,8 @@ def _until(kill: Kill, chapter: str) -> Iterator[tuple[str, Case]]:
 
 
 def _honest(subject: Implementation) -> Core:
-    core: Core = EQUIVALENTS["top_left" if subject.support.alignment == "top-left" else "honest"].make()  # type: ignore[assignment]
+    name = "top_left" if subject.support.alignment == "top-left" else "honest"
+    core: Core = EQUIVALENTS["fp8_honest" if "e4m3" in subject.support.dtypes else name].make()  # type: ignore[assignment]
     return core
 
 

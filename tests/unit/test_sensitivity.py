@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 import oracles
+from oracles.quantise import dequantise
 from pytest_flashattn import matrices, sensitivity, trial
 from pytest_flashattn.cases import Case
 from pytest_flashattn.chapters import CHAPTERS
 from pytest_flashattn.checks.registry import checks_of
-from pytest_flashattn.features import FEATURES
+from pytest_flashattn.features import DTYPES, FEATURES, FP8
 from pytest_flashattn.implementation import Implementation, load
 from pytest_flashattn.inputs import TORCH_DTYPES, make_inputs
 from pytest_flashattn.sensitivity import COPY, MEAN, ZEROS
@@ -140,12 +141,14 @@ class _Null(torch.autograd.Function):
 def computing_nothing(null: str) -> Implementation:
     def attn(
         q, k, v, *, causal=False, scale=None, window=None, softcap=None, alibi_slopes=None, bias=None, sinks=None,
-        return_lse=False,
+        q_descale=None, k_descale=None, v_descale=None, return_lse=False,
     ):  # fmt: skip
+        if v_descale is not None:
+            q, k, v = q.bfloat16(), k.bfloat16(), dequantise(v, v_descale).bfloat16()
         o, lse = _Null.apply(null, q, k, v, bias, sinks)
         return (o, lse) if return_lse else o
 
-    attn.__flashattn__ = Support(features=frozenset(FEATURES))
+    attn.__flashattn__ = Support(features=frozenset(FEATURES), dtypes=frozenset({*DTYPES, *FP8}))
     return load(attn, device="cpu")
 
 
