@@ -6,9 +6,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from .performance import compare_command, memory_command
 from .power import command as power
 
-COMMANDS = {"power": power}
+COMMANDS = {"power": power, "compare": compare_command, "memory": memory_command}
 """A command is a module: its docstring is its help, add_arguments(parser) its options, main(arguments) -> exit status.
 
 `arguments.refuse(sentence)` ends it with status 2 for bad input.

@@ -17,5 +17,8 @@ CHAPTERS: dict[str, str] = {
     "contract": "dtype, aliasing, repetition, refusals",
 }
 
+TIMED: dict[str, str] = {"performance": "time, and how time and memory grow"}
+"""Chapters that measure the machine as well, and so run only when asked for."""
+
 DRAWN: dict[str, str] = {"fuzz": "cases drawn at random (--flashattn-fuzz), shrunk to the smallest that fails"}
 """Chapters without a matrix, which run only when asked for."""

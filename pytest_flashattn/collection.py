@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from .chapters import CHAPTERS, DRAWN
+from .chapters import CHAPTERS, DRAWN, TIMED
 from .options import SETTINGS, Settings
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 ROOT = "flashattn-suite"
 PACKAGE = "pytest_flashattn.suite"
 ARCHITECTURES = ("sm80", "sm90", "sm100")
-BY_NAME_ONLY: tuple[str, ...] = ("performance", *DRAWN)
+BY_NAME_ONLY: tuple[str, ...] = (*TIMED, *DRAWN)
 """Chapters that run only when they are named: a whole suite means CHAPTERS."""
 
 IMPLEMENTATION = "_flashattn_implementation"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from .chapters import DRAWN
+from .collection import BY_NAME_ONLY
 from .verdict import STATUSES
 
 if TYPE_CHECKING:
@@ -130,8 +130,8 @@ class Ledger:
 
 
 def _brief(reason: str) -> str:
-    match = re.match(r"(sm\d+|fp8) needs", reason)
-    return match[1] if match else reason if len(reason) <= 40 else reason[:39] + "…"
+    match = re.match(r"(sm\d+|fp8) needs|(undecided|not measured|too [^:]+):", reason)
+    return match[1] or match[2] if match else reason if len(reason) <= 40 else reason[:39] + "…"
 
 
 def _narrowed(config: pytest.Config) -> bool:
@@ -155,8 +155,8 @@ def _stale(ledger: Ledger, run: State) -> list[Any]:
         and not any(entry.matches_id(nodeid) for nodeid in ledger.records)
         # With paths given, the user's own tests are not all there: say nothing of entries about them.
         and not (given and "::" in entry.id and not entry.id.startswith(ROOT))
-        # What is drawn depends on the seed: an entry about draws need not match those of this run.
-        and not any(entry.id.startswith(f"{ROOT}/{chapter}") for chapter in DRAWN)
+        # What is drawn depends on the seed, and what is timed was perhaps not asked for: neither need match.
+        and not any(entry.id.startswith(f"{ROOT}/{chapter}") for chapter in BY_NAME_ONLY)
     ]
     known = list(catalogue("full", run.settings.seed)) if left else []
     return [entry for entry in left if not any(entry.matches_id(nodeid) for nodeid in known)]

@@ -106,6 +106,10 @@ OPTIONS: tuple[Option, ...] = (
            "flashattn-expect.toml in the root directory is read unasked"),
     Option("require", (), "WORDS", "features, dtypes or hardware (sm80, sm90, sm100, fp8) that must be verified, "
            "separated by commas: lacking one is a failure", parse=_words),
+    Option("baseline", None, "MODULE:ATTRIBUTE", "chapter performance: the attention function to compare with, in "
+           "turns in the same run; without it the bundled kernel of the device"),
+    Option("thresholds", "ratio", "NAME", "chapter performance: when a time is good enough: 'ratio' (to the "
+           "baseline), 'chapter' (also TFLOP/s of the FlashAttention chapter, on its GPU), or the path of a TOML file"),
     Option("timeout", 300.0, "SECONDS", "a case that takes longer is a hang: it fails, and the process ends; "
            "0: no limit", parse=_seconds),
 )  # fmt: skip
@@ -126,6 +130,8 @@ class Settings:
     json: Path | None
     expect: Path | None
     require: tuple[str, ...]
+    baseline: str | None
+    thresholds: str
     timeout: float
 
     def names(self) -> dict[str, str]:
@@ -140,7 +146,7 @@ class Settings:
         """The options, ready to paste, that put `spec` on trial as this run did; defaults are left out."""
         chosen = [f"--flashattn-impl={shlex.quote(spec)}"]
         for option in OPTIONS:
-            if option.name in ("convention", "support", "matrix", "seed", "device"):
+            if option.name in ("convention", "support", "matrix", "seed", "device", "baseline", "thresholds"):
                 value = getattr(self, option.name)
                 if value != option.default:
                     chosen.append(f"{option.flag}={shlex.quote(str(value))}")

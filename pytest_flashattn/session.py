@@ -10,6 +10,7 @@ import pytest
 
 from . import capability, collection, fixtures, options, state
 from .collection import ROOT
+from .performance import lane
 
 if TYPE_CHECKING:
     from .state import State
@@ -21,7 +22,10 @@ def configure(config: pytest.Config) -> State:
         config.addinivalue_line("markers", line)
     config.pluginmanager.register(fixtures, "flashattn-fixtures")
     settings = options.read(config)
-    return state.create(config, collection.select(config, settings), settings)
+    run = state.create(config, collection.select(config, settings), settings)
+    if lane.wanted(run.selection):
+        config.pluginmanager.register(lane, "flashattn-performance")
+    return run
 
 
 def start(run: State) -> None:
@@ -38,6 +42,8 @@ def start(run: State) -> None:
         fuzz.validate(run.settings, run.selection)
     if run.collect_only:
         return
+    if lane.wanted(run.selection):
+        lane.validate(run)
     if run.settings.json is not None:
         from .report.json_report import Journal
 

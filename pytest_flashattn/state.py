@@ -81,7 +81,7 @@ class State:
     def implementation(self, name: str) -> Implementation:
         """The implementation of this short name, loaded once. Raises ValueError with one sentence if it cannot be."""
         if name not in self._loaded:
-            _make_importable(self.config)
+            self.make_importable()
             with warnings.catch_warnings():
                 # torch warns at its import (without numpy, say): under -W error that would end the session.
                 warnings.simplefilter("ignore")
@@ -94,6 +94,15 @@ class State:
             spec = s.names()[name]
             self._loaded[name] = implementation.load(spec, convention=s.convention, support=s.support, device=s.device)
         return self._loaded[name]
+
+    def make_importable(self) -> None:
+        """Put the current folder on the path: `python -m pytest` does so and `pytest` does not, but a kernel usually
+        lies there.
+        """
+        # Last, so that it shadows nothing.
+        here = os.fspath(self.config.invocation_params.dir)
+        if here not in sys.path and "" not in sys.path:
+            sys.path.append(here)
 
     def load_all(self) -> None:
         """Load every implementation. Raises UsageError, one sentence, for the first that cannot be."""
@@ -137,11 +146,3 @@ def _share_cores(config: pytest.Config) -> None:
 
     workers = int(config.workerinput["workercount"])  # type: ignore[attr-defined]
     torch.set_num_threads(max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // workers)))
-
-
-def _make_importable(config: pytest.Config) -> None:
-    # `pytest` (unlike `python -m pytest`) does not put the current folder on the path, but a kernel usually lies there.
-    # Last, so that it shadows nothing.
-    here = os.fspath(config.invocation_params.dir)
-    if here not in sys.path and "" not in sys.path:
-        sys.path.append(here)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ..cases import Case
-from ..chapters import CHAPTERS, DRAWN
+from ..chapters import CHAPTERS, DRAWN, TIMED
 from ..implementation import Implementation
 from ..verdict import Verdict
 
@@ -43,7 +43,7 @@ def check(*, needs: Iterable[str] = ()) -> Callable[[Function], Function]:
 def find(name: str) -> Check:
     """The check "chapter.name". Raises KeyError, naming the checks of the chapter, when there is none."""
     chapter = name.partition(".")[0]
-    if chapter in CHAPTERS or chapter in DRAWN:
+    if chapter in CHAPTERS or chapter in TIMED or chapter in DRAWN:
         importlib.import_module(f"{__package__}.{chapter}")
     if name not in _REGISTRY:
         known = [n for n in _REGISTRY if n.startswith(f"{chapter}.")] or list(CHAPTERS)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 INTERNAL = ("suite", "covers", "device", "expectation", "extra")
+MEASURED = ("performance", "growth")
+"""What chapter performance has on top of a verdict: the samples and what was made of them."""
 
 
 class Journal:
@@ -87,7 +89,8 @@ def _implementation(run: State, name: str, spec: str) -> dict[str, Any]:
 
 
 def _public(record: Record) -> Record:
-    return {key: value for key, value in record.items() if key not in INTERNAL}
+    measured = {key: record["extra"][key] for key in MEASURED if key in record.get("extra", {})}
+    return {key: value for key, value in record.items() if key not in INTERNAL} | measured
 
 
 @functools.lru_cache(maxsize=1)

@@ -12,6 +12,7 @@ from tabulate import tabulate
 
 from .. import capability
 from ..verdict import STATUSES
+from . import performance
 from .json_report import versions
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ def summary(terminal: pytest.TerminalReporter, run: State, ledger: Ledger) -> No
     if not ledger.records or terminal.verbosity < 0:
         return
     terminal.write_sep("=", "flashattn", bold=True)
+    for line in performance.lines(run, ledger):
+        terminal.write_line(line)
     width = max(80, shutil.get_terminal_size().columns)
     if len(run.settings.impl) < 2:
         terminal.write_line(table(ledger.of(None), width))

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "docs/guide.md", "docs/accuracy.md", "docs/kernels.md", "docs/power.md", "docs/diagnosis.md")
-ALL_PAGES = (*PAGES, "docs/architecture.md", "docs/findings.md", "CONTRIBUTING.md")
+PAGES = ("README.md", "docs/guide.md", "docs/accuracy.md", "docs/kernels.md", "docs/power.md", "docs/diagnosis.md",
+         "docs/performance.md", "docs/fp8.md")  # fmt: skip
+ALL_PAGES = (*PAGES, "docs/architecture.md", "docs/findings.md", "docs/examples/performance.yml", "CONTRIBUTING.md")
 
 BLOCK = re.compile(
     r"(?:^<!-- (?P<mark>[^>]*?) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL

@@ -13,7 +13,7 @@ from documents import ALL_PAGES, PAGES, ROOT, blocks, read
 
 from pytest_flashattn import Support, collection
 from pytest_flashattn.capability import MARKERS
-from pytest_flashattn.chapters import CHAPTERS, DRAWN
+from pytest_flashattn.chapters import CHAPTERS, DRAWN, TIMED
 from pytest_flashattn.fixtures import PUBLIC
 from pytest_flashattn.options import OPTIONS
 from pytest_flashattn.verdict import STATUSES
@@ -62,7 +62,7 @@ def test_no_option_key_or_fixture_that_does_not_exist(page: str) -> None:
 @pytest.mark.parametrize("page", ALL_PAGES)
 def test_node_ids_exist(page: str) -> None:
     for chapter, check in re.findall(rf"{collection.ROOT}/([a-z_]+)(?:::test_([a-z_]+))?", read(page)):
-        assert chapter in CHAPTERS or chapter in DRAWN
+        assert chapter in CHAPTERS or chapter in TIMED or chapter in DRAWN
         assert not check or check in collection.checks_of(chapter)
 
 

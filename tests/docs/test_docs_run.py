@@ -21,6 +21,7 @@ from documents import PAGES, ROOT, Block, blocks
 
 # pytester drops the modules that a run imports: what the outer process holds already is not imported again each time.
 from pytest_flashattn import expectations, options, strategies, trial  # noqa: F401
+from pytest_flashattn.performance import thresholds
 
 ALL = [block for page in PAGES for block in blocks(page)]
 COMMANDS = [block for block in ALL if block.language == "sh" and "none" not in block.mark]
@@ -131,6 +132,8 @@ def test_toml(block: Block, tmp_path: Path) -> None:
         path = tmp_path / "flashattn-expect.toml"
         path.write_text(block.text, encoding="utf-8")
         assert expectations.load(path)
+    elif block.page == "docs/performance.md":
+        assert thresholds.parse(block.text, block.id).ratio
     else:
         assert set(parsed["tool"]["pytest"]["ini_options"]) <= {o.key for o in options.OPTIONS if o.ini}
 

@@ -14,6 +14,8 @@ STDLIB = set(sys.stdlib_module_names) | {"__future__"}
 TORCH_FREE = (
     "features", "support", "cases", "covering", "matrices", "tolerances", "chapters", "verdict", "options",
     "collection", "expectations", "ledger", "plugin", "fuzz", "strategies",
+    *(f"performance.{name}" for name in ("work", "devices", "interval", "thresholds", "machine", "plan", "lane",
+                                         "compare", "compare_command", "memory_command")),
 )  # fmt: skip
 ALLOWED = {
     "oracles": {"torch", "oracles"},
@@ -85,10 +87,10 @@ def test_torch_free_modules_are_torch_free() -> None:
 
 
 def test_every_check_has_its_suite_test_and_every_suite_test_its_check() -> None:
-    from pytest_flashattn.chapters import CHAPTERS, DRAWN
+    from pytest_flashattn.chapters import CHAPTERS, DRAWN, TIMED
     from pytest_flashattn.checks.registry import checks_of
 
-    for chapter in (*CHAPTERS, *DRAWN):
+    for chapter in (*CHAPTERS, *TIMED, *DRAWN):
         tree = ast.parse((ROOT / "pytest_flashattn" / "suite" / f"{chapter}.py").read_text(encoding="utf-8"))
         tests = {n.name for n in tree.body if isinstance(n, ast.FunctionDef)}
         assert tests == {f"test_{c.name.partition('.')[2]}" for c in checks_of(chapter)}

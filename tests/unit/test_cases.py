@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pytest_flashattn import matrices
 from pytest_flashattn.cases import BIASES, DOUTS, FAMILIES, LAYOUTS, Case
-from pytest_flashattn.chapters import CHAPTERS
+from pytest_flashattn.chapters import CHAPTERS, TIMED
 from pytest_flashattn.covering import covering
 from pytest_flashattn.features import FEATURES
 
@@ -79,7 +79,7 @@ def test_a_covering_design_has_every_valid_pair_and_few_rows() -> None:
 def test_every_chapter_has_cases_without_repetition(level: str) -> None:
     from pytest_flashattn.checks.registry import checks_of
 
-    for chapter in CHAPTERS:
+    for chapter in (*CHAPTERS, *TIMED):
         for check in checks_of(chapter):
             cases = matrices.cases_for(chapter, check.name.partition(".")[2], level, 7)
             assert len({c.id for c in cases}) == len(cases) > 0
@@ -104,7 +104,7 @@ def test_every_set_of_the_table_is_used() -> None:
     from pytest_flashattn.checks.registry import checks_of
 
     used = set()
-    for chapter in CHAPTERS:
+    for chapter in (*CHAPTERS, *TIMED):
         for check in checks_of(chapter):
             used.add(check.name if check.name in matrices._table() else chapter)
     assert used == set(matrices._table())

@@ -1,0 +1,49 @@
+"""The tables of docs/performance.md, from the file that measurements/performance.py wrote."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+
+def tables(path: Path) -> dict[str, list[str]]:
+    """The lines of each table by marker."""
+    report = json.loads(path.read_text(encoding="utf-8"))
+    return {
+        "performance-side-by-side": side_by_side(report["table"]),
+        "performance-believed": believed(report),
+        "performance-memory": report["memory"],
+    }
+
+
+def side_by_side(table: dict[str, Any]) -> list[str]:
+    """TFLOP/s: a row a case and direction, a column an implementation; empty where it was not measured."""
+    specs = table["implementations"]
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    for row in table["rows"]:
+        speed = f"{row['tflops']:.0f}" if "tflops" in row else ""
+        cells.setdefault((row["check"], row["case"]), {})[row["implementation"]] = speed
+    names = [f"`{spec.rpartition(':')[2]}`" for spec in specs]
+    head = [f"| direction | case | {' | '.join(names)} |", f"|---|---|{'--:|' * len(names)}"]
+    body = [[check, f"`{case}`", *(of.get(spec, "") for spec in specs)] for (check, case), of in cells.items()]
+    return [*head, *(f"| {' | '.join(row)} |" for row in body)]
+
+
+def believed(report: dict[str, Any]) -> list[str]:
+    """What the lane says of itself: false and missed regressions, spread between runs, seconds of a run."""
+    found = report["compare"]
+    rows = [
+        [f"{found['comparisons']} times itself, limit {found['limit']}", _counted(found["same"]["verdicts"])],
+        [f"{found['comparisons']} times {found['slowdown']:.0%} slower", _counted(found["slower"]["verdicts"])],
+    ]
+    for spec, of in report["spread"].items():
+        rows.append([f"spread of the ratio over {of['runs']} runs, `{spec}`", f"at most {of['worst']:.1%}"])
+    for run in report["lane"]:
+        rows.append([f"{len(run['rows'])} measurements of `{run['implementation']}`", f"{run['seconds']:.0f} s"])
+    return ["| what | found |", "|---|---|", *(f"| {' | '.join(row)} |" for row in rows)]
+
+
+def _counted(verdicts: list[str]) -> str:
+    return ", ".join(f"{count} {verdict}" for verdict, count in Counter(verdicts).most_common())
