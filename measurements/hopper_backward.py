@@ -8,31 +8,19 @@ check    dq, dk, dv under the suite's bound and noise floor (pytest_flashattn.ju
 speed    16k tokens, hidden 2048, bf16, D 64, 128, 256, causal and not, N 512 … 16384: medians, the candidates taking
          turns, cold L2, ratios to the peers of the same process.
 
-Cells run in worker processes, which print a line of JSON for each. A cell that fails, dies or exceeds its time limit is
-reported as such, and its worker replaced: no cell loses another. The file is written anew after each cell. Workers of
-`check` run side by side (--workers), since most of their time is compiling; `speed` has one.
+Cells run in worker processes (cells.py). Those of `check` run side by side (--workers), since most of their time is
+compiling; `speed` has one.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-import platform
-import queue
-import statistics
-import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator
-from datetime import date
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "measurements")]
+from cells import Answer, Script, counted, main
 
 FORMS = ("onepass", "twopass")
 REPEATS = 200
@@ -90,7 +78,7 @@ def speed_cells() -> list[str]:
 # What a worker does.
 
 
-def run_cell(cell: str) -> dict[str, Any]:
+def run_cell(cell: str) -> Answer:
     kind, *words = cell.split()
     if kind == "speed":
         return speed(*map(int, words))
@@ -98,7 +86,7 @@ def run_cell(cell: str) -> dict[str, Any]:
     return {"check": check, "repeat": repeat}[kind](form, case, lse == "1")
 
 
-def _problem(case_id: str, with_dlse: bool) -> tuple[Any, Any, float, tuple[Any, ...]]:
+def problem(case_id: str, with_dlse: bool) -> tuple[Any, Any, float, tuple[Any, ...]]:
     """(case, inputs, scale, the tensors that backward takes), o and lse by the plain Triton forward."""
     from pytest_flashattn.cases import Case
     from pytest_flashattn.inputs import make_inputs
@@ -111,18 +99,24 @@ def _problem(case_id: str, with_dlse: bool) -> tuple[Any, Any, float, tuple[Any,
     return case, x, scale, (x.q, x.k, x.v, o, lse, x.dout, x.dlse if with_dlse else None)
 
 
-def check(form: str, case_id: str, with_dlse: bool) -> dict[str, Any]:
-    """Every gradient judged: its worst error as a share of the limit, and of the noise floor."""
+def check(form: str, case_id: str, with_dlse: bool) -> Answer:
+    """dq, dk, dv of the kernels in one of FORMS, judged."""
+    from reference_kernels.hopper import backward as kernels
+
+    case, x, scale, tensors = problem(case_id, with_dlse)
+    got = kernels.backward(*tensors, scale=scale, causal=case.causal, deterministic=form == "twopass")
+    return judge(got, case, x, with_dlse)
+
+
+def judge(got: tuple[Any, ...], case: Any, x: Any, with_dlse: bool) -> Answer:
+    """Every gradient of the case on inputs x: its worst error as a share of the limit, and of the noise floor."""
     import torch
 
     import oracles
     from pytest_flashattn.inputs import TORCH_DTYPES
     from pytest_flashattn.judge import against_bound, against_noise
     from pytest_flashattn.tolerances import limits
-    from reference_kernels.hopper import backward as hopper
 
-    case, x, scale, tensors = _problem(case_id, with_dlse)
-    got = hopper.backward(*tensors, scale=scale, causal=case.causal, deterministic=form == "twopass")
     torch.cuda.synchronize()
     upstream = {"do": x.dout, "dlse": x.dlse if with_dlse else None}
     truth = oracles.evaluate(
@@ -140,42 +134,26 @@ def check(form: str, case_id: str, with_dlse: bool) -> dict[str, Any]:
     return {"ok": not notes, "ratios": found, "notes": notes}
 
 
-def repeat(form: str, case_id: str, with_dlse: bool) -> dict[str, Any]:
+def repeat(form: str, case_id: str, with_dlse: bool) -> Answer:
     """How many of REPEATS calls differ from the first in any bit."""
-    import torch
+    from hopper import repeated
 
-    from reference_kernels.hopper import backward as hopper
+    from reference_kernels.hopper import backward as kernels
 
-    case, _, scale, tensors = _problem(case_id, with_dlse)
-    call = partial(hopper.backward, *tensors, scale=scale, causal=case.causal, deterministic=form == "twopass")
-    first = call()
-    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-    for _ in range(REPEATS):
-        wrong += torch.stack([(a != b).any() for a, b in zip(call(), first, strict=True)]).any().long()
-    return {"ok": not int(wrong), "calls": REPEATS, "differing": int(wrong)}
+    case, _, scale, tensors = problem(case_id, with_dlse)
+    deterministic = form == "twopass"
+    call = partial(kernels.backward, *tensors, scale=scale, causal=case.causal, deterministic=deterministic)
+    return repeated(call, REPEATS)
 
 
-def speed(d: int, causal: int, n: int) -> dict[str, Any]:
+def speed(d: int, causal: int, n: int) -> Answer:
     """TFLOP/s of both forms and of the peers, and the ratios."""
     import torch
-    from kernels import HIDDEN, TOKENS, Call, Clock, tensors
+    from kernels import HIDDEN, TOKENS, Clock, tensors
 
     from pytest_flashattn import peers
     from reference_kernels.forward import forward
     from reference_kernels.hopper import backward as hopper
-
-    class Ahead(Clock):
-        """The GPU waits a moment before the clock starts, so that the launches of a call are queued and not timed."""
-
-        def once(self, call: Call) -> float:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            self.scratch.zero_()
-            torch.cuda._sleep(1_000_000)
-            start.record()
-            call()
-            end.record()
-            end.synchronize()
-            return float(start.elapsed_time(end))
 
     torch.manual_seed(0)
     q, k, v, do = tensors(n, d)
@@ -192,7 +170,7 @@ def speed(d: int, causal: int, n: int) -> dict[str, Any]:
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         out = attention(*leaves, causal=bool(causal))
         calls[name] = partial(torch.autograd.grad, out, leaves, do, retain_graph=True)
-    times = Ahead().medians(calls, rounds=3, launches=5)
+    times = Clock().medians(calls, rounds=3, launches=5)
     flops = 10 * TOKENS * n * HIDDEN * (0.5 if causal else 1.0)
     tflops = {name: round(flops / ms / 1e9, 1) for name, ms in times.items()}
     ratios = {
@@ -204,174 +182,27 @@ def speed(d: int, causal: int, n: int) -> dict[str, Any]:
     return {"ok": True, "ms": times, "tflops": tflops, "ratios": ratios}
 
 
-def worker() -> None:
-    """Answer cells from stdin, one JSON object each. After an error of the GPU this process is of no more use."""
-    for line in sys.stdin:
-        cell, started, poisoned = line.strip(), time.monotonic(), False
-        try:
-            answer = run_cell(cell)
-        except Exception as error:
-            message = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
-            answer = {"ok": False, "error": message}
-            poisoned = "CUDA" in message or "cuda" in message
-        print(json.dumps({"cell": cell, **answer, "seconds": round(time.monotonic() - started, 1)}), flush=True)
-        if poisoned:
-            return
-
-
-# What the parent does.
-
-
-class Worker:
-    """A worker process and the lines it prints."""
-
-    def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, "--worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        self.lines: queue.Queue[str] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.put(line)
-        self.lines.put("")
-
-    def ask(self, cell: str, limit: float) -> dict[str, Any]:
-        """The answer to a cell, or what happened instead; then `alive` says whether the worker can go on."""
-        assert self.process.stdin is not None
-        try:
-            self.process.stdin.write(cell + "\n")
-            self.process.stdin.flush()
-            line = self.lines.get(timeout=limit)
-        except queue.Empty:
-            self.process.kill()
-            return {"cell": cell, "ok": False, "error": f"no answer within {limit:g} s"}
-        except BrokenPipeError:
-            line = ""
-        if not line:
-            return {"cell": cell, "ok": False, "error": f"the worker died (exit status {self.process.wait()})"}
-        answer: dict[str, Any] = json.loads(line)
-        if "CUDA" in str(answer.get("error", "")).upper():
-            self.process.wait(timeout=30)
-        return answer
-
-    @property
-    def alive(self) -> bool:
-        return self.process.poll() is None
-
-
-def run(cells: list[str], workers: int, limit: float, done: Callable[[dict[str, Any]], None]) -> None:
-    """Every cell by one of `workers` processes, `done` with each answer, one at a time."""
-    pending = iter(cells)
-    lock = threading.Lock()
-
-    def draw() -> Iterator[str]:
-        while True:
-            with lock:
-                cell = next(pending, None)
-            if cell is None:
-                return
-            yield cell
-
-    def serve() -> None:
-        process = None
-        for cell in draw():
-            if process is None or not process.alive:
-                process = Worker()
-            answer = process.ask(cell, limit)
-            with lock:
-                done(answer)
-        if process is not None:
-            process.process.kill()
-
-    threads = [threading.Thread(target=serve) for _ in range(workers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
-def line_of(answer: dict[str, Any]) -> str:
-    head = f"{'ok  ' if answer['ok'] else 'FAIL'} {answer['cell']}"
-    if "error" in answer:
-        return f"{head}: {answer['error']}"
-    if "tflops" in answer:
-        shown = "  ".join(f"{name} {value:6.1f}" for name, value in answer["tflops"].items())
-        return f"{head:24} {shown}   " + "  ".join(f"{name} {value:.3f}" for name, value in answer["ratios"].items())
-    if "ratios" in answer:
-        worst = {
-            name: max(float(v) if isinstance(v, str) else v for v in rules.values())
-            for name, rules in answer["ratios"].items()
-        }
-        return f"{head}: " + "  ".join([f"{name} {value:.2f}" for name, value in worst.items()] + answer["notes"])
-    return f"{head}: {answer['differing']} of {answer['calls']} calls differ"
-
-
-def summary(answers: list[dict[str, Any]]) -> dict[str, Any]:
+def summary(answers: list[Answer]) -> dict[str, Any]:
     """How many cells are good, and the geometric means of the ratios by form, peer and head dimension."""
-    found: dict[str, Any] = {"cells": len(answers), "ok": sum(a["ok"] for a in answers)}
     ratios: dict[str, list[float]] = {}
     for answer in answers:
         if "tflops" in answer:
             for name, value in answer["ratios"].items():
                 for group in (name, f"{name} d{answer['cell'].split()[1]}"):
                     ratios.setdefault(group, []).append(value)
-    for name, values in sorted(ratios.items()):
-        found[name] = {"geometric mean": round(statistics.geometric_mean(values), 3), "least": min(values)}
-    return found
+    return counted(answers, ratios)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=("check", "speed"))
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--only", default="", help="cells with all of these words in their name, separated by commas")
-    parser.add_argument("--workers", type=int, default=6, help="processes side by side, for check")
-    parser.add_argument("--limit", type=float, default=150.0, help="seconds for one cell, compiling included")
-    parser.add_argument("--budget", type=float, default=1e9, help="seconds after which no cell is begun")
-    parser.add_argument("--list", action="store_true", help="print the cells and stop")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.worker:
-        worker()
-        return 0
-    if arguments.part is None:
-        parser.error("say --part check or --part speed")
-    cells = {"check": check_cells, "speed": speed_cells}[arguments.part]()
-    cells = [cell for cell in cells if all(word in cell for word in arguments.only.split(","))]
-    if arguments.list:
-        print("\n".join(cells))
-        return 0
-    if arguments.out is None:
-        parser.error("say --out FILE")
-    import torch
-    import triton
-
-    if not torch.cuda.is_available():
-        parser.error("this machine has no CUDA device; both parts run on one")
-    report: dict[str, Any] = {
-        "command": f"python measurements/hopper_backward.py --part {arguments.part}",
-        "date": date.today().isoformat(),
-        "device": torch.cuda.get_device_name(),
-        "versions": {"torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version()},
-    }
-    answers: list[dict[str, Any]] = []
-    deadline = time.monotonic() + arguments.budget
-
-    def done(answer: dict[str, Any]) -> None:
-        answers.append(answer)
-        print(line_of(answer), flush=True)
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(report | {"summary": summary(answers), "cells": answers}, indent=1)
-        arguments.out.write_text(text + "\n", encoding="utf-8")
-
-    left = (cell for cell in cells if time.monotonic() < deadline)
-    run(left, 1 if arguments.part == "speed" else arguments.workers, arguments.limit, done)  # type: ignore[arg-type]
-    print(json.dumps(summary(answers), indent=1))
-    return 0 if answers and all(a["ok"] for a in answers) else 1
-
+SCRIPT = Script(
+    __file__,
+    __doc__,
+    parts={"check": check_cells, "speed": speed_cells},
+    answer=run_cell,
+    summary=summary,
+    side_by_side=frozenset({"check"}),
+    workers=6,
+    limit=150.0,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(SCRIPT))

@@ -10,6 +10,10 @@ Read them in this order:
     forward         FlashAttention-2's forward
     causal          which tiles a mask touches
     backward        recomputation: backward_kv (dK, dV), backward_q (dQ), bias_gradient
+    specialised     the forward with TMA, its warps specialised by the compiler
+
+Two to compare with, which flash_attention never runs: `forward_v1` (the loop order of FlashAttention-1) and
+`backward_atomic` (one pass, dQ by atomics).
 
 Around them `tiles` (loads and products), `configs` (tile sizes), `launch` (arguments), `cases` (for the compile lane),
 `dispatch` (these kernels, or those of `hopper`), `ops` (operators of torch), `api` (the public function) and `variants`

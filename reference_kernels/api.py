@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from .dispatch import KERNELS, machine
+from .dispatch import KERNELS, machine, specialised_machine
 from .ops import attention
 from .tiles import INTERPRETED
 
@@ -58,7 +58,8 @@ def flash_attention(
     to (B, Hq, Lq, Lk)), then causal and window = (left, right) around the diagonal i + Lk - Lq, None unbounded. sinks
     (Hq,): one more logit a head, in the denominator only. Gradients: q, k, v, an additive bias, sinks, and through lse.
 
-    kernel: "hopper" or "triton" runs that one, None the fastest that can (dispatch.py, and `available` for why not).
+    kernel: "hopper", "triton" or "specialised" (the forward alone; the backward is plain Triton's) runs that one, None
+    the fastest that can (dispatch.py, and `available` for why not).
     Plain Triton is the default until the choice itself has been on trial on a GPU.
     The output has the same bits in every call. So have the gradients, but for those of q by the fastest Hopper kernel:
     deterministic=True asks for one that repeats them too, None for what torch.use_deterministic_algorithms says.
@@ -102,10 +103,11 @@ def available() -> list[Availability]:
     else:
         reason = ""
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    hopper = machine(device) or ""
+    hopper, specialised = machine(device) or "", specialised_machine(device) or ""
     return [
         *(Availability(name, not hopper, hopper) for name in ("hopper.forward", "hopper.backward")),
         *(Availability(name, not reason, reason) for name in ("forward", "backward", "bias_gradient")),
+        Availability("specialised", not specialised, specialised),
         Availability("naive", True, ""),
     ]
 

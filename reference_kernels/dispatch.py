@@ -1,8 +1,10 @@
 """Which kernels serve a call: those for Hopper where nothing speaks against them, plain Triton otherwise.
 
-            "hopper"                      "triton"
-forward     hopper.launch.forward         forward.forward
-backward    hopper.backward.backward      backward.backward
+            "hopper"                      "triton"               "specialised"
+forward     hopper.launch.forward         forward.forward        specialised.forward
+backward    hopper.backward.backward      backward.backward      backward.backward
+
+The last runs only where it is named: it has not been timed yet.
 
 A choice asks for the device, the dtype, the shapes, the memory layout and the options of a call, never for its numbers.
 Plain Triton serves all that api.flash_attention accepts, so that nothing fails for want of a faster kernel. Forward and
@@ -21,15 +23,17 @@ from torch import Tensor
 
 from . import backward as plain_backward
 from . import forward as plain_forward
+from . import specialised
 from .backward import Grads
 from .launch import sides
 from .tiles import INTERPRETED
 
-KERNELS = ("hopper", "triton")
-"""What `kernel=` takes, best first."""
+KERNELS = ("hopper", "triton", "specialised")
+"""What `kernel=` takes."""
 
 TRITON_VERSIONS = ((3, 6), (3, 9))
-"""The oldest and the newest Triton whose Gluon the Hopper kernels are written for; the compile lane runs both."""
+"""The oldest and the newest Triton that the Hopper and the specialised kernels are written for; the compile lane runs
+both."""
 
 
 def forward(
@@ -50,6 +54,10 @@ def forward(
     """
     left, right = sides(left, right, q.shape[2], k.shape[2])
     with torch.cuda.device_of(q):
+        if kernel == "specialised":
+            reason = against(kernel, left, right, terms) or specialised_machine(q.device)
+            _refuse(kernel, reason or specialised.supports(q, k, v, scale=scale))
+            return specialised.forward(q, k, v, scale=scale, causal=right == 0)
         if kernel != "triton":
             reason = against_hopper(q.device, left, right, terms)
             if reason is None:
@@ -88,7 +96,8 @@ def backward(
     """The gradients by the best kernel, or by the one that is named; arguments as of backward.backward.
 
     deterministic: the same bits from every call. Where not all of q, k and v need a gradient, plain Triton computes
-    only what is wanted; the Hopper kernels always compute all three. Errors as of `forward`.
+    only what is wanted; the Hopper kernels always compute all three. "specialised" has plain Triton's. Errors as of
+    `forward`.
     """
     left, right = sides(left, right, q.shape[2], k.shape[2])
     with torch.cuda.device_of(q):
@@ -111,15 +120,20 @@ def backward(
 
 
 def against_hopper(device: torch.device, left: int | None, right: int | None, terms: dict[str, Any]) -> str | None:
-    """What, but for the tensors themselves, speaks against the Hopper kernels; None if nothing does.
+    """What, but for the tensors themselves, speaks against the Hopper kernels; None if nothing does."""
+    return against("Hopper", left, right, terms) or machine(device)
+
+
+def against(kernels: str, left: int | None, right: int | None, terms: dict[str, Any]) -> str | None:
+    """What of a call neither the Hopper nor the specialised kernels have; None if nothing. kernels: who is asked.
 
     left, right: as launch.sides leaves them. terms: softcap, slopes, bias, mask, sinks, None where absent.
     """
     if asked := [name for name, value in terms.items() if value is not None]:
-        return f"the Hopper kernels have no {', '.join(asked)}"
+        return f"the {kernels} kernels have no {', '.join(asked)}"
     if left is not None or right not in (None, 0):
-        return "the Hopper kernels have no window"
-    return machine(device)
+        return f"the {kernels} kernels have no window"
+    return None
 
 
 @functools.cache
@@ -132,13 +146,27 @@ def machine(device: torch.device) -> str | None:
         return f"{needs}; the tensors are on {device.type}"
     if (found := torch.cuda.get_device_capability(device)) != (9, 0):
         return f"{needs}; this one has {found[0]}.{found[1]}"
+    return _other_triton("the Hopper kernels are written for the Gluon")
+
+
+@functools.cache
+def specialised_machine(device: torch.device) -> str | None:
+    """The same for the specialised kernel, which the interpreter runs too."""
+    if specialised.form_for(device) is None:
+        found = ".".join(map(str, torch.cuda.get_device_capability(device))) if device.type == "cuda" else "none"
+        needs = "a GPU of compute capability 9.0 or 10, or TRITON_INTERPRET=1"
+        return f"the specialised kernels need {needs}; the tensors' device has {found}"
+    return _other_triton("the specialised kernels are written for the compiler")
+
+
+def _other_triton(written_for: str) -> str | None:
     oldest, newest = TRITON_VERSIONS
-    if not oldest <= tuple(map(int, re.findall(r"\d+", triton.__version__)[:2])) <= newest:
-        tested = " to ".join(f"{major}.{minor}" for major, minor in TRITON_VERSIONS)
-        return f"the Hopper kernels are written for the Gluon of Triton {tested}; this is {triton.__version__}"
-    return None
+    if oldest <= tuple(map(int, re.findall(r"\d+", triton.__version__)[:2])) <= newest:
+        return None
+    tested = " to ".join(f"{major}.{minor}" for major, minor in TRITON_VERSIONS)
+    return f"{written_for} of Triton {tested}; this is {triton.__version__}"
 
 
-def _refuse(kernel: str | None, reason: str) -> None:
-    if kernel == "hopper":
-        raise NotImplementedError(f"kernel='hopper': {reason}")
+def _refuse(kernel: str | None, reason: str | None) -> None:
+    if kernel in ("hopper", "specialised") and reason is not None:
+        raise NotImplementedError(f"kernel={kernel!r}: {reason}")

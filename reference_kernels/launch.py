@@ -48,7 +48,35 @@ def spans_32_bits(rows: int, tensors: Iterable[Tensor], terms: tuple[Any, ...], 
     """
     bias_or_mask = max(lq * terms[i] + lk * terms[i + 1] for i in (6, 11))
     tiles = (rows * x.stride(2) + 256 * x.stride(3) for x in tensors)
-    return max(bias_or_mask, *tiles) >= 2**31
+    return bool(max(bias_or_mask, *tiles) >= 2**31)
+
+
+def tma_refusal(name: str, x: Tensor) -> str | None:
+    """Why the TMA cannot copy blocks of x (B, H, L, D), called `name`; None if it can.
+
+    Its terms (CUDA driver API, cuTensorMapEncodeTiled): the last dimension contiguous, the base and all other strides
+    multiples of 16 bytes, no stride of 0, none of 2^40 bytes.
+    """
+    if not x.numel():
+        return f"{name} is empty"
+    if x.stride(3) != 1:
+        return f"{name}'s last dimension is not contiguous"
+    if x.data_ptr() % 16:
+        return f"{name} does not begin at a multiple of 16 bytes"
+    for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True):
+        if size > 1 and (stride <= 0 or stride * x.element_size() % 16 or stride * x.element_size() >= 2**40):
+            return f"{name}'s strides {x.stride()} are not positive multiples of 16 bytes"
+    return None
+
+
+def tma_strides(x: Tensor) -> list[int]:
+    """The strides of all dimensions of x (B, H, L, D) but the last, as the TMA takes them.
+
+    That of a dimension of size 1 may be anything; the TMA wants a multiple of 16 bytes.
+    """
+    _, heads, length, d = x.shape
+    dense = (heads * length * d, length * d, d)
+    return [full if size == 1 else own for size, own, full in zip(x.shape[:3], x.stride()[:3], dense, strict=True)]
 
 
 def options(config: Config) -> dict[str, Any]:

@@ -3,6 +3,7 @@
     pytest --flashattn-impl=reference_kernels.variants:hopper
 
 triton                  the plain Triton kernels
+specialised             the forward whose warps the compiler specialises; what it does not serve it refuses
 hopper                  the Hopper kernels; what they do not serve they refuse
 hopper_deterministic    the same, with the backward that repeats its bits
 """
@@ -14,5 +15,6 @@ from functools import partial
 from .api import flash_attention
 
 triton = partial(flash_attention, kernel="triton")
+specialised = partial(flash_attention, kernel="specialised")
 hopper = partial(flash_attention, kernel="hopper")
 hopper_deterministic = partial(hopper, deterministic=True)

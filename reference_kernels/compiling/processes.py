@@ -81,6 +81,7 @@ def compile_all(
                     capability=capability,
                     num_warps=case.num_warps,
                     instructions=tuple(getattr(case, "instructions", ())),
+                    specialised=getattr(case, "specialised", False),
                     **answer,
                 )
                 with lock:

@@ -44,18 +44,22 @@ class Compiled:
     """What one compile gave. If `fault` is not empty the compile failed, `fault` says why, and the numbers are zero.
 
     `instructions` are the families that the case says it is made of (`case.instructions`, where it has that; a Gluon
-    kernel has no dots to conclude it from). `registers` are per thread. `spills` are the bytes of spill stores and
-    loads that ptxas reports for one thread, `stack` its stack frame in bytes, `shared` the block's shared memory in
-    bytes, `tensor_memory` its columns of tensor memory (`sm_100`). `counts` are PTX instructions by family,
-    `local_in_loops` the SASS loads and stores of local memory inside a loop (a spill outside of loops is cheap, one
-    inside is not). `warnings` are ptxas' complaints, for example that it serialised wgmma. `seconds` is wall time,
-    `num_warps` is what was asked for, `dots` are the distinct products.
+    kernel has no dots to conclude it from), `specialised` whether it says that its warps are (`case.specialised`), and
+    `partitions` the groups into which its TTGIR divides them (`ttg.warp_specialize`; 0 if it does not). `registers`
+    are per thread. `spills` are the bytes of spill stores and loads that ptxas reports for one thread, `stack` its
+    stack frame in bytes, `shared` the block's shared memory in bytes, `tensor_memory` its columns of tensor memory
+    (`sm_100`). `counts` are PTX instructions by family, `local_in_loops` the SASS loads and stores of local memory
+    inside a loop (a spill outside of loops is cheap, one inside is not). `warnings` are ptxas' complaints, for example
+    that it serialised wgmma. `seconds` is wall time, `num_warps` is what was asked for, `dots` are the distinct
+    products.
     """
 
     name: str
     capability: int
     num_warps: int
     instructions: tuple[str, ...] = ()
+    specialised: bool = False
+    partitions: int = 0
     triton: str = ""
     registers: int = 0
     spills: int = 0

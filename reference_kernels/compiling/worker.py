@@ -24,6 +24,9 @@ INSTRUCTIONS: dict[str, re.Pattern[str]] = {
     "mma.sync": re.compile(r"\bmma(?:\.sp)?\.sync\b"),
     "wgmma": re.compile(r"\bwgmma\.mma_async\b"),
     "tcgen05": re.compile(r"\btcgen05\.mma\b"),
+    "mma.sync e4m3": re.compile(r"\bmma\.sync\S*\.e4m3\.e4m3\."),
+    "wgmma e4m3": re.compile(r"\bwgmma\.mma_async\S*\.e4m3\.e4m3\b"),
+    "tcgen05 f8f6f4": re.compile(r"\btcgen05\.mma\S*\.kind::f8f6f4\b"),
     "cp.async": re.compile(r"\bcp\.async\.c[ag]\.shared\b"),
     "tma": re.compile(r"\bcp\.(?:reduce\.)?async\.bulk\.(?:tensor|shared|global)\b"),
 }
@@ -119,10 +122,20 @@ def _measure(compiled: Any, ptxas_log: str) -> dict[str, Any]:
         "shared": compiled.metadata.shared,
         "tensor_memory": getattr(compiled.metadata, "tmem_size", None) or 0,
         "counts": {family: len(pattern.findall(ptx)) for family, pattern in INSTRUCTIONS.items()},
+        "partitions": partitions(compiled.asm.get("ttgir", "")),
         "dots": [dataclasses.astuple(dot) for dot in _dots(compiled.asm.get("ttir", ""))],
         "local_in_loops": local_in_loops(_disassemble(compiled.asm["cubin"])),
         "warnings": ptxas_warnings(ptxas_log),
     }
+
+
+def partitions(ttgir: str) -> int:
+    """The most groups into which a `ttg.warp_specialize` divides the warps, the one they were launched as included."""
+    found = [
+        1 + len(re.findall(r"^ *partition\d+\(", region, re.M))
+        for region in re.split(r"\bttg\.warp_specialize\(", ttgir)[1:]
+    ]
+    return max(found, default=0)
 
 
 _DOT = re.compile(

@@ -19,11 +19,13 @@ from .stages import Stage
 class HopperCase(CompileCase):
     """A case of a kernel that names its instructions itself. capabilities: it compiles for no other.
 
-    only_named: the lane compiles it when --kernel names it, and otherwise goes without.
+    specialised: its warps have different work to do. only_named: the lane compiles it when --kernel names it, and
+    otherwise goes without.
     """
 
     instructions: tuple[str, ...] = ("wgmma", "tma")
     capabilities: tuple[int, ...] = (90,)
+    specialised: bool = True
     only_named: bool = False
 
 
@@ -70,7 +72,10 @@ def stage_case(stage: Stage, dtype: str, d: int, *, causal: bool) -> HopperCase:
     signature |= {"lse": "*fp32", "scale": "fp32"} | dict.fromkeys(("heads", "group", "Lq", "Lk"), "i32")
     signature |= dict.fromkeys(("D", "CAUSAL"), "constexpr")
     name = f"hopper-{stage.name}-{dtype}-d{d}-{'causal' if causal else 'dense'}"
-    return HopperCase(name, stage.kernel, signature, {"D": d, "CAUSAL": causal}, stage.num_warps, num_stages=1)
+    fixed = {"D": d, "CAUSAL": causal}
+    return HopperCase(
+        name, stage.kernel, signature, fixed, stage.num_warps, num_stages=1, specialised=stage is not stage1.STAGE
+    )
 
 
 def compile_cases(capability: int) -> list[HopperCase]:

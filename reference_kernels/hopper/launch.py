@@ -11,6 +11,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ..launch import tma_refusal, tma_strides
 from .configs import TABLE, Config, lookup
 from .kernel import forward_kernel
 from .schedule import MOST_BATCHES, MOST_BLOCKS, MOST_HEADS, Problem, is_kept, schedule
@@ -25,9 +26,8 @@ def supports(
 ) -> str | None:
     """Why this kernel cannot run on q (B, Hq, Lq, D), k and v (B, Hkv, Lk, D); None if it can.
 
-    The tensors fit together as api.py checks. The TMA's terms (CUDA driver API, cuTensorMapEncodeTiled): the last
-    dimension contiguous, the base and all other strides multiples of 16 bytes, no stride of 0. While a CUDA graph is
-    captured only shapes that ran before are served: the list of tiles of others would be copied from the host.
+    The tensors fit together as api.py checks; all must be as the TMA reads them (../launch.tma_refusal). While a CUDA
+    graph is captured only shapes that ran before are served: the list of tiles of others would be copied from the host.
     """
     if q.dtype not in _GLUON:
         return f"dtype {q.dtype}: the Hopper kernel multiplies float16 and bfloat16"
@@ -41,15 +41,8 @@ def supports(
     if q.shape[0] >= MOST_BATCHES or q.shape[1] >= MOST_HEADS or q.shape[2] // 64 >= MOST_BLOCKS:
         return f"q {tuple(q.shape)}: more batches, heads or rows than the Hopper kernel's list of tiles can name"
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not x.numel():
-            return f"{name} is empty"
-        if x.stride(3) != 1:
-            return f"{name}'s last dimension is not contiguous"
-        if x.data_ptr() % 16:
-            return f"{name} does not begin at a multiple of 16 bytes"
-        for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True):
-            if size > 1 and (stride <= 0 or stride * x.element_size() % 16 or stride * x.element_size() >= 2**40):
-                return f"{name}'s strides {x.stride()} are not positive multiples of 16 bytes"
+        if said := tma_refusal(name, x):
+            return said
     if q.device.type != "cuda" or torch.cuda.get_device_capability(q.device) != (9, 0):
         return "q is not on a GPU of compute capability 9.0"
     if torch.cuda.is_current_stream_capturing() and not is_kept(*_work(q, k, causal, None)):
@@ -78,11 +71,8 @@ def _sms(device: torch.device) -> int:
 
 def descriptor(x: Tensor, rows: int) -> Any:
     """What the TMA must know of x (B, H, L, D) to copy blocks of `rows` rows of one head."""
-    _, heads, length, d = x.shape
-    # The stride of a dimension of size 1 may be anything; the TMA wants one of its multiples.
-    dense = (heads * length * d, length * d, d)
-    strides = [full if size == 1 else own for size, own, full in zip(x.shape[:3], x.stride()[:3], dense, strict=True)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, d], _layout(rows, d, x.dtype))
+    d = x.shape[3]
+    return TensorDescriptor(x, list(x.shape), [*tma_strides(x), 1], [1, 1, rows, d], _layout(rows, d, x.dtype))
 
 
 def forward(
