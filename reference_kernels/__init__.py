@@ -15,6 +15,8 @@ Read them in this order:
 Two to compare with, which flash_attention never runs: `forward_v1` (the loop order of FlashAttention-1) and
 `backward_atomic` (one pass, dQ by atomics).
 
+For Hopper, in Gluon: the package `hopper`. On 8-bit numbers: the package `fp8`.
+
 Around them `tiles` (loads and products), `configs` (tile sizes), `launch` (arguments), `cases` (for the compile lane),
 `dispatch` (these kernels, or those of `hopper`), `ops` (operators of torch), `api` (the public function) and `variants`
 (the same with one kernel). `python -m reference_kernels.forward` runs one by itself.

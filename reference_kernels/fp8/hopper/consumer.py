@@ -1,0 +1,202 @@
+# ruff: noqa: E741  (l is the name of the denominator in the papers)
+"""A consumer in FP8: ../../hopper/consumer.py, with scales, with P in E4M3, and with a sum that does not lose bits.
+
+    S8 = Q8 K8^T      P = 2^8 r exp2(unit S8 - m)      acc = sum_t P_t V8_t      O = w acc / l      (scales.py)
+
+The order of the work is that of the 16-bit consumer: Q K of block j and P V of block j - 1 are under way together, and
+the softmax of block j runs under the second. What is different:
+
+- **P times 2^8**, in the exponent, for nothing: ../forward.py says what it is good for. m is the running maximum in
+  units of log2, since every block may have a unit of its own. It is never frozen, nor raised late: at 2^8 times its
+  largest, P has not even a factor of two left to the end of E4M3.
+- **The registers of P.** wgmma leaves a thread two neighbours of each eight columns, and takes four of each sixteen as
+  its FP8 operand. convert_layout exchanges them among the four threads of a quad.
+- **Promotion.** The FP8 products of Hopper add up in fewer bits than float32 has, some 14 of 24 (DeepSeek-V3 technical
+  report, section 3.3.2). What is cut off adds up with the number of keys. With CONFIG.promote a P V begins at
+  0 for every block of keys, and the ordinary units add it to acc in float32: one fused multiply-add an element, which
+  also does the rescaling by the maximum. Without it acc stays in the tensor cores, as in FlashAttention-3, and only
+  warps whose maximum rose rescale it.
+
+Accumulators: S8 and each P V as the tensor cores add up; acc, m, l float32; O is rounded once, to bfloat16.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ...hopper.gluon_compat import tma_store
+from ...hopper.ptx import before_next_wait, named_barrier, scale_rows
+from ...hopper.softmax import NEG_INF, hide_after, partial_sums, rows_like
+from .operand import packed, unpacked
+from .scales import unit_and_ratio
+
+LN2 = gl.constexpr(0.6931471805599453)
+P_BITS = gl.constexpr(8.0)
+"""P, at most 1, is multiplied by 2 to this before it is rounded to E4M3, whose largest number is 448."""
+
+
+@gluon.jit
+def softmax(s, m, l, unit, r, HIDDEN: gl.constexpr):
+    """P (64, BLOCK_N), m (64,), l (64, 4) after block s, in float32, and the factor for what was summed before it.
+
+    HIDDEN: a row may have seen no key yet.
+    """
+    top = gl.maximum(m, gl.max(s, 1) * unit)
+    factor = gl.exp2(m - top)
+    shift = top - (P_BITS + gl.log2(r))
+    if HIDDEN:
+        factor = gl.where(top == NEG_INF, 1.0, factor)
+        shift = gl.where(top == NEG_INF, 0.0, shift)  # exp2(-inf + inf) would be NaN
+    p = gl.exp2(s * unit - shift[:, None])
+    return p, top, l * rows_like(factor, l) + partial_sums(p) * (1.0 / r), factor
+
+
+@gluon.jit
+def step(
+    q, p, m, l, acc, factor, zero, none, keys, values, count, unit, r,
+    INDEX: gl.constexpr, P_LAYOUT: gl.constexpr, CONFIG: gl.constexpr,
+):  # fmt: skip
+    """Q K(count) and P V(count - 1) under way together, softmax(count) meanwhile. Returns p, m, l, acc, factor.
+
+    With promote, `factor` is still to be applied to acc, by the next addition. none (64, D): zeros.
+    """
+    kt = keys.take(count)
+    if CONFIG.ping_pong:
+        named_barrier("sync", 8 + INDEX, count)
+    st = warpgroup_mma(q, kt.permute((1, 0)), zero, use_acc=False, is_async=True)
+    vt = values.take(count - 1)
+    if CONFIG.promote:
+        at = warpgroup_mma(unpacked(p, P_LAYOUT), vt, none, use_acc=False, is_async=True)
+    else:
+        at = warpgroup_mma(unpacked(p, P_LAYOUT), vt, acc, is_async=True)
+    if CONFIG.ping_pong:
+        named_barrier("arrive", 8 + (INDEX + 1) % CONFIG.consumers, count)
+    s = warpgroup_mma_wait(1, deps=(st,))
+    keys.release(count)
+    pf, m, l, risen = softmax(s, m, l, unit, r, False)
+    if CONFIG.pin:
+        l = before_next_wait(l)
+    pv = warpgroup_mma_wait(0, deps=(at,))
+    values.release(count - 1)
+    if CONFIG.promote:  # noqa: SIM108  (constexpr: one of the two is compiled)
+        acc = acc * rows_like(factor, acc) + pv
+    else:
+        acc = scale_rows(pv, rows_like(risen, pv))
+    return packed(pf), m, l, acc, risen
+
+
+@gluon.jit
+def masked_step(q, p, m, l, acc, zero, keys, values, count, last, unit, r, P_LAYOUT: gl.constexpr):
+    """The same in turn, for a block that the diagonal crosses: P V(count - 1), Q K(count), softmax(count).
+
+    There is at most one of these a tile (two where block_n is half of block_m), and the mask, a second accumulator and
+    a second loop around them would not fit into the registers. acc is up to date when it returns.
+    """
+    vt = values.take(count - 1)
+    at = warpgroup_mma(unpacked(p, P_LAYOUT), vt, acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=(at,))
+    values.release(count - 1)
+    kt = keys.take(count)
+    st = warpgroup_mma(q, kt.permute((1, 0)), zero, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(0, deps=(st,))
+    keys.release(count)
+    pf, m, l, risen = softmax(hide_after(s, last, True), m, l, unit, r, True)
+    acc = acc * rows_like(risen, acc)
+    return packed(pf), m, l, acc
+
+
+@gluon.jit
+def consumer(
+    o, lse, queries, keys, values, buffer, work, scales, heads,
+    INDEX: gl.constexpr, D: gl.constexpr, CONFIG: gl.constexpr, SCALE_BLOCK: gl.constexpr,
+    CAUSAL: gl.constexpr, TAIL: gl.constexpr, DIAGONALS: gl.constexpr, V_BLOCKS: gl.constexpr,
+):  # fmt: skip
+    """All tiles of the CTA, 64 rows of each."""
+    BLOCK_M: gl.constexpr = CONFIG.block_m
+    BLOCK_N: gl.constexpr = CONFIG.block_n
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], instr_shape=[16, BLOCK_N, 32])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], instr_shape=[16, D, 32])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=4)
+    ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    FIRST: gl.constexpr = INDEX * CONFIG.q_stages
+    if CONFIG.ping_pong and CONFIG.consumers - 1 == INDEX:
+        named_barrier("arrive", 8, work.begin)  # the first turn is consumer 0's
+    zero = gl.zeros([64, BLOCK_N], gl.float32, layout=S_LAYOUT)
+    none = gl.zeros([64, D], gl.float32, layout=O_LAYOUT)
+    count = work.begin * 0
+    for t in range(work.begin, work.end):
+        row, batch, head, kv_head = work.tile(t, BLOCK_M)
+        n = work.key_blocks(row, BLOCK_M, BLOCK_N, CAUSAL)
+        diagonal = row + INDEX * 64 + work.Lk - work.Lq
+        row_unit, w = scales.of_rows(batch, head, kv_head, row + INDEX * 64, SCALE_BLOCK)
+        dk, dv = scales.of_keys(batch, kv_head, (n - 1) * BLOCK_N, SCALE_BLOCK, V_BLOCKS)
+        unit, r = unit_and_ratio(row_unit, w, dk, dv, V_BLOCKS)
+        acc = gl.zeros([64, D], gl.float32, layout=O_LAYOUT)
+        # The last block of keys: there is no product yet to overlap with.
+        q = queries.take(t - work.begin, FIRST)
+        kt = keys.take(count)
+        st = warpgroup_mma(q, kt.permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=(st,))
+        keys.release(count)
+        if CAUSAL:
+            # What is beyond the last key is beyond the diagonal of every row that counts, too.
+            s = hide_after(s, diagonal - (n - 1) * BLOCK_N, True)
+        elif TAIL:
+            s = hide_after(s, work.Lk - (n - 1) * BLOCK_N - 1, False)
+        m = gl.full([64], NEG_INF, gl.float32, layout=ROWS)
+        l = partial_sums(zero)
+        pf, m, l, _ = softmax(s, m, l, unit, r, CAUSAL)
+        p = packed(pf)
+        factor = gl.full([64], 1.0, gl.float32, layout=ROWS)
+        count += 1
+        done = 1
+        if DIAGONALS:
+            # The mask touches more blocks.
+            done = gl.maximum(n - work.full_blocks(row, BLOCK_N), 1)
+            for j in gl.static_range(1, BLOCK_M // BLOCK_N + 1):
+                if j < done:
+                    column = (n - 1 - j) * BLOCK_N
+                    dk, dv = scales.of_keys(batch, kv_head, column, SCALE_BLOCK, V_BLOCKS)
+                    unit, r = unit_and_ratio(row_unit, w, dk, dv, V_BLOCKS)
+                    p, m, l, acc = masked_step(
+                        q, p, m, l, acc, zero, keys, values, count, diagonal - column, unit, r, P_LAYOUT
+                    )
+                    count += 1
+        dk, dv = scales.of_keys(batch, kv_head, gl.maximum(n - 1 - done, 0) * BLOCK_N, SCALE_BLOCK, V_BLOCKS)
+        for j in range(done, n):
+            unit, r = unit_and_ratio(row_unit, w, dk, dv, V_BLOCKS)
+            # Those of the next turn: a load takes as long as a product.
+            dk, dv = scales.of_keys(batch, kv_head, gl.maximum(n - 2 - j, 0) * BLOCK_N, SCALE_BLOCK, V_BLOCKS)
+            p, m, l, acc, factor = step(
+                q, p, m, l, acc, factor, zero, none, keys, values, count, unit, r, INDEX, P_LAYOUT, CONFIG
+            )  # fmt: skip
+            count += 1
+        queries.release(t - work.begin, FIRST)
+        vt = values.take(count - 1)
+        if CONFIG.promote:
+            at = warpgroup_mma(unpacked(p, P_LAYOUT), vt, none, use_acc=False, is_async=True)
+            acc = acc * rows_like(factor, acc) + warpgroup_mma_wait(0, deps=(at,))
+        else:
+            at = warpgroup_mma(unpacked(p, P_LAYOUT), vt, acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=(at,))
+        values.release(count - 1)
+
+        # O leaves by TMA, which drops the rows beyond Lq.
+        row += INDEX * 64
+        l = gl.convert_layout(gl.sum(l, 1), ROWS)
+        if row < work.Lq:
+            l = gl.where(l == 0.0, 1.0, l)  # a row that sees no key: o = 0, lse = -inf
+            ot = (acc * rows_like(w / l, acc)).to(o.dtype)
+            tma.store_wait(0)
+            buffer.store(ot)
+            fence_async_shared()
+            tma_store(o, [batch, head, row, 0], buffer)
+            rows = row + gl.arange(0, 64, layout=ROWS)
+            lse_rows = lse + (batch * heads + head).to(gl.int64) * work.Lq + rows
+            gl.store(lse_rows, (m + (gl.log2(l) - P_BITS)) * LN2, mask=rows < work.Lq)
+    tma.store_wait(0)

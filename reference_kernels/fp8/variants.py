@@ -1,0 +1,61 @@
+"""flash_attention_fp8 by names that the suite can put on trial, with the arithmetic of each declared:
+
+    pytest flashattn-suite/fp8 --flashattn-impl=reference_kernels.fp8.variants:hopper
+
+triton         plain Triton
+hopper         the Hopper kernel at D 64 and 128, where sums over blocks of keys are float32
+hopper_wide    at D 256, where the tensor cores sum over all keys
+
+The Hopper kernels read V by columns: here it is copied first.
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from ..tiles import INTERPRETED
+from .api import flash_attention_fp8
+from .quantiser import by_columns
+
+_FEATURES = frozenset(["causal", "cross", "gqa", "scale", "lse", "descale_tensor", "descale_head", "descale_block"])
+
+
+def _hopper(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
+    return flash_attention_fp8(q, k, by_columns(v), kernel="hopper", **options)
+
+
+def _declared(function: Any, **facts: Any) -> Any:
+    """The function, with its support attached; by name, for the package imports torch and triton only."""
+    support = importlib.import_module("pytest_flashattn.support").Support
+    function = partial(function)
+    function.__flashattn__ = support(p_dtype="e4m3", p_scale=256.0, **facts)
+    return function
+
+
+triton = _declared(
+    partial(flash_attention_fp8, kernel="triton"),
+    features=_FEATURES | {"dv"},
+    dtypes={"e4m3", "e5m2"},
+    max_head_dim=256,
+    fp8_sums="fp32" if INTERPRETED.value else "14 bits a tile",
+)
+hopper = _declared(
+    _hopper,
+    features=_FEATURES,
+    dtypes={"e4m3"},
+    head_dims={64, 128},
+    fp8_sums="14 bits a tile",
+    devices={"cuda"},
+)
+hopper_wide = _declared(
+    _hopper,
+    features=_FEATURES,
+    dtypes={"e4m3"},
+    head_dims={256},
+    fp8_sums="14 bits",
+    devices={"cuda"},
+)

@@ -1,0 +1,85 @@
+"""The Hopper FP8 forward as far as no GPU is needed: what it refuses, its forms, and compiles."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from reference_kernels import compiling
+from reference_kernels.fp8 import cases as plain
+from reference_kernels.fp8.hopper import cases
+from reference_kernels.fp8.hopper.configs import TABLE
+from reference_kernels.fp8.hopper.launch import fixed, supports
+
+
+def _like(*shape: int, dtype: torch.dtype = torch.float8_e4m3fn) -> torch.Tensor:
+    return torch.zeros(shape).to(dtype)
+
+
+Q, V = _like(1, 2, 80, 64), _like(1, 2, 64, 80).mT
+
+
+@pytest.mark.parametrize(
+    ("q", "v", "scale", "reason"),
+    [
+        (_like(1, 2, 80, 64, dtype=torch.float8_e5m2), V, 1.0, "float8_e5m2"),
+        (_like(1, 2, 80, 80), _like(1, 2, 80, 80).mT, 1.0, "D 80"),
+        (Q, V, 0.0, "scale 0.0"),
+        (Q, V, -1.0, "scale -1.0"),
+        (_like(1, 2, 0, 64), V, 1.0, "q is empty"),
+        (Q, _like(1, 2, 80, 64), 1.0, "transposed=True"),
+        (_like(1, 2, 64, 80).mT, V, 1.0, "q's last dimension is not contiguous"),
+        (_like(1, 2, 80, 72)[..., 8:], V, 1.0, "16 bytes"),
+        (Q, _like(1, 2, 64, 88)[..., :80].mT, 1.0, "multiples of 16 bytes"),
+        (_like(1, 5000, 1, 64), V, 1.0, "heads"),
+        (Q, V, 1.0, "compute capability"),
+    ],
+)
+def test_what_it_cannot_serve_is_said_with_its_reason(q, v, scale, reason) -> None:
+    said = supports(q, Q, v, scale=scale, causal=False)
+    assert said is not None
+    assert reason in said
+
+
+def test_tails_and_diagonals_are_code_of_their_own() -> None:
+    code = {
+        (causal, lk): fixed(128, TABLE[128], causal=causal, lq=1024, lk=lk, by_blocks=True)
+        for causal in (False, True)
+        for lk in (1024, 1000)
+    }
+    assert code[False, 1000]["TAIL"]
+    assert code[True, 1000]["DIAGONALS"]
+    assert not code[False, 1024]["TAIL"]
+    assert not code[True, 1024]["DIAGONALS"]
+    assert all(c["V_BLOCKS"] and "FREEZE" not in c for c in code.values())
+
+
+def test_tiles_do_not_cross_the_borders_of_scales() -> None:
+    from reference_kernels.fp8 import configs
+    from reference_kernels.fp8.quantiser import BLOCK
+
+    tiles = [*TABLE.values(), *(row for rows in configs.TABLE.values() for row in rows.values()), configs.INTERPRETER]
+    assert all(BLOCK % tile.block_m == 0 and BLOCK % tile.block_n == 0 for tile in tiles)
+
+
+def test_kernels_compile_to_fp8_products() -> None:
+    jobs = [(cases.forward_case(64, TABLE[64], blocks=True), 90)]
+    jobs += [(plain.forward_case("e4m3", 64, causal=True, capability=c), c) for c in plain.PRODUCTS]
+    for result in compiling.compile_all(jobs):
+        assert compiling.violations(result) == []
+        assert result.counts[result.instructions[0]] > 0
+
+
+def test_the_lane_misses_products_in_16_bits() -> None:
+    case = plain.forward_case("e4m3", 64)
+    result = compiling.Compiled(case.name, 90, 4, instructions=case.instructions, counts={"wgmma": 8})
+    assert compiling.violations(result) == [f"{case.name} for sm_90 has no wgmma e4m3 instruction."]
+
+
+def test_every_case_is_listed_for_its_architectures() -> None:
+    assert plain.compile_cases(80) == cases.compile_cases(89) == []
+    listed = cases.compile_cases(90)
+    assert {case.name for case in listed if not case.only_named} == cases.ALWAYS
+    assert {case.constexprs["D"] for case in listed} == set(TABLE)

@@ -1,0 +1,65 @@
+"""The script that measures the FP8 kernels, as far as no GPU is needed: its cells, and that kernels can serve them."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "measurements"))
+import fp8
+
+from pytest_flashattn.cases import Case
+from pytest_flashattn.inputs import make_inputs
+from reference_kernels.fp8.hopper.configs import TABLE
+from reference_kernels.fp8.hopper.launch import supports
+from reference_kernels.fp8.quantiser import BLOCK, by_columns
+
+
+@pytest.mark.parametrize("part", fp8.SCRIPT.parts)
+def test_cells_are_distinct_and_have_a_function(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    for name in ("check", "repeat", "warm", "speed", "tiles", "quantisers"):
+        signature = inspect.signature(getattr(fp8, name))
+        monkeypatch.setattr(fp8, name, lambda *words, s=signature: asked.append(s.bind(*words)) or {"ok": True})
+    planned = [*fp8.SCRIPT.parts[part](), *fp8.SCRIPT.ahead.get(part, list)()]
+    assert len(set(planned)) == len(planned)
+    for cell in planned:
+        assert fp8.run_cell(cell)["ok"]
+        for case in (word for word in cell.split() if word.startswith("e4m3-")):
+            assert Case.parse(case).id == case
+    assert len(asked) == len(planned)
+
+
+def test_the_hopper_kernel_can_serve_the_cells_that_name_it() -> None:
+    cells = [cell.split() for cell in fp8.check_cells()]
+    layouts: dict[str, str] = {}
+    for _, form, case_id in cells:
+        if form == "direct":
+            layouts.setdefault(Case.parse(case_id).layout, case_id)
+    assert len(layouts) > 3
+    for case_id in layouts.values():
+        case = Case.parse(case_id)
+        x = make_inputs(case, "cpu", "bhsd")
+        said = supports(x.q, x.k, by_columns(x.v), scale=1.0, causal=case.causal)
+        assert said == "q is not on a GPU of compute capability 9.0", (case_id, said)
+
+
+def test_columns_are_as_the_quantiser_stores_them() -> None:
+    x = make_inputs(Case.parse("e4m3-b1-h2-q33-k33-d64-descale.head"), "cpu", "bhsd").v
+    v = by_columns(x)
+    assert (v.float() == x.float()).all()
+    assert v.stride() == (2 * 64 * 48, 64 * 48, 1, 48)
+
+
+def test_candidates_are_other_tiles() -> None:
+    for d in TABLE:
+        found = fp8.candidates(d)
+        assert found["table"] == TABLE[d]
+        assert len(set(found.values())) == len(found)
+        assert all(BLOCK % config.block_n == 0 for config in found.values())
+        assert d < 256 or not any(config.promote for config in found.values())
