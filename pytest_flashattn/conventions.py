@@ -11,7 +11,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -209,11 +209,22 @@ def relayout(x: Tensor, source: str, target: str) -> Tensor:
 
 
 def declared(function: Callable[..., Any]) -> Support | None:
-    """The Support attached to `function` or to a layer below it. Raises ValueError when it is something else."""
+    """The Support attached to `function` or to a layer below it, or made of a dict of its fields that is attached.
+
+    Raises ValueError when it is something else, or a field is not known.
+    """
     for layer in layers(function):
         support = getattr(layer, "__flashattn__", None)
         if isinstance(support, Support):
             return support
+        if isinstance(support, dict):  # so that a library of kernels need not import the plugin
+            known = [field.name for field in fields(Support)]
+            if strange := [str(name) for name in support if name not in known]:
+                raise ValueError(f"has a __flashattn__ with unknown {', '.join(strange)}; known: {', '.join(known)}")
+            try:
+                return Support(**support)
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"has a __flashattn__ that is wrong: {error}") from None
         if support is not None:
             raise ValueError(f"has a __flashattn__ that is no Support(...) but a {type(support).__name__}")
     return None

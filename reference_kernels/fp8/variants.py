@@ -11,7 +11,6 @@ The Hopper kernels read V by columns: here it is copied first.
 
 from __future__ import annotations
 
-import importlib
 from functools import partial
 from typing import Any
 
@@ -29,10 +28,9 @@ def _hopper(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor | tuple[T
 
 
 def _declared(function: Any, **facts: Any) -> Any:
-    """The function, with its support attached; by name, for the package imports torch and triton only."""
-    support = importlib.import_module("pytest_flashattn.support").Support
+    """The function, with the fields of its `pytest_flashattn.Support` attached."""
     function = partial(function)
-    function.__flashattn__ = support(p_dtype="e4m3", p_scale=256.0, **facts)
+    function.__flashattn__ = {"p_dtype": "e4m3", "p_scale": 256.0, **facts}
     return function
 
 

@@ -221,11 +221,12 @@ def test_the_suite_finds_plain_triton_conformant(tmp_path: Path) -> None:
 
 
 def test_variants_declare_what_their_sums_keep() -> None:
+    from pytest_flashattn.known_apis import infer
     from reference_kernels.fp8 import variants
     from reference_kernels.fp8.hopper.configs import TABLE
 
-    assert variants.triton.__flashattn__.fp8_sums == "14 bits a tile"
+    assert infer(variants.triton)[1].fp8_sums == "14 bits a tile"
     for variant in (variants.hopper, variants.hopper_wide):
-        support = variant.__flashattn__
+        support = infer(variant)[1]
         assert (support.p_dtype, support.p_scale) == ("e4m3", 256.0)
         assert {"14 bits a tile" if TABLE[d].promote else "14 bits" for d in support.head_dims} == {support.fp8_sums}

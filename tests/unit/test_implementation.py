@@ -150,6 +150,18 @@ def test_an_attached_support_of_another_type(kernels):
     assert refusal("mykernels:attn") == "mykernels:attn has a __flashattn__ that is no Support(...) but a set"
 
 
+def test_a_dict_of_its_fields_is_a_support(kernels):
+    function = load("mykernels:attn", device="cpu").function
+    function.__flashattn__ = {"features": ["causal"], "max_head_dim": 128}
+    assert load("mykernels:attn", device="cpu").support == Support(features={"causal"}, max_head_dim=128)
+    function.__flashattn__ = {"feature": ["causal"]}
+    assert refusal("mykernels:attn").startswith(
+        "mykernels:attn has a __flashattn__ with unknown feature; known: features,"
+    )
+    function.__flashattn__ = {"features": ["casual"]}
+    assert refusal("mykernels:attn").startswith("mykernels:attn has a __flashattn__ that is wrong: Support.features:")
+
+
 @pytest.mark.parametrize(
     ("present", "wanted", "device"),
     [(True, (), "cuda"), (False, (), "cpu"), (True, ("cpu",), "cpu"), (True, ("cpu", "cuda"), "cuda"),
