@@ -14,6 +14,18 @@ Read them in this order:
     kernel          the roles, and what they share
     schedule        who works on what, and when
 
+and the backward:
+
+    backward            which kernels for which problem, and their launch
+    wgmma               products, and how a warp group holds them in registers
+    backward_tile       the keys of a CTA, and the rows that see them
+    backward_stream     the ring of those rows, and what is done with a block of them
+    backward_dkv        dK and dV: the simplest of the kernels
+    backward_dkv_wide   the same for D = 256, where the consumers share products instead of keys
+    backward_dq         dQ
+    backward_onepass    all three at once
+    backward_ends       what comes before and after
+
 Around them `work` (what all roles agree on), `ptx` (what Gluon cannot say), `configs` (tiles), `gluon_compat` (names
 that differ between Triton 3.6 and 3.9), `launch` (the function), `stages` (the same for the three stages) and `cases`
 (for the compile lane). `python -m reference_kernels.hopper.stage1` runs a stage by itself.

@@ -1,8 +1,8 @@
 """The backward on Hopper: which kernels for which problem, their descriptors and grids. No measuring, no autotuning.
 
-    D            deterministic                     otherwise
-    64, 128      two passes (backward_twopass)     one pass (backward_onepass): faster at all lengths measured
-    256          two passes (backward_wide)        the same
+    D            deterministic, two passes            otherwise
+    64, 128      backward_dkv, then backward_dq       one pass (backward_onepass): faster at all lengths measured
+    256          backward_dkv_wide, then backward_dq  the same
 
 The mathematics is in ../backward.py. Before the kernels, prepare_kernel computes delta and turns lse to base 2; after
 the one pass, finish_kernel scales and rounds dQ (backward_ends.py). Lengths are arbitrary: the TMA reads zeros beyond
@@ -20,11 +20,14 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ..launch import tma_refusal
+from .backward_dkv import dkv_kernel
+from .backward_dkv_wide import wide_dkv_kernel
+from .backward_dq import dq_kernel
 from .backward_ends import finish_kernel, prepare_kernel
 from .backward_onepass import onepass_kernel
-from .backward_twopass import dkv_kernel, dq_kernel
-from .backward_wide import wide_dkv_kernel, wide_dq_kernel
-from .cases import HopperCase, sampled
+from .cases import HopperCase, descriptor_type, sampled
+from .launch import descriptor
 
 ROWS = 64
 HEAD_DIMS = (64, 128, 256)
@@ -33,18 +36,21 @@ CHUNK_BYTES = 24 << 20
 """What the streamed tensors of heads that run at the same time may take: half of the L2 cache of an H100 or H200."""
 
 _DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+_NAMED = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": True}
 
 
 class Tiles(NamedTuple):
-    """keys: that a CTA for dK and dV owns. rows: that a CTA for dQ owns. block: keys that it streams at a time."""
+    """keys: that a CTA for dK and dV owns. rows: that a CTA for dQ owns. block: keys that it streams at a time, through
+    two slots for K and v_slots for V."""
 
     keys: int
     rows: int
     block: int
+    v_slots: int
 
 
-TILES = {64: Tiles(128, 128, 128), 128: Tiles(128, 128, 128), 256: Tiles(64, 128, 64)}
+TILES = {64: Tiles(128, 128, 128, 2), 128: Tiles(128, 128, 128, 2), 256: Tiles(64, 128, 64, 1)}
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor) -> str | None:
@@ -65,26 +71,18 @@ def _problem(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     what = "the Hopper kernels take"
     if q.dtype not in _DTYPES or not q.dtype == k.dtype == v.dtype:
         return f"{what} q, k and v all in float16 or all in bfloat16; got {q.dtype}, {k.dtype}, {v.dtype}"
-    if q.shape[3] not in HEAD_DIMS or v.shape[3] != q.shape[3]:
-        return f"{what} head dimensions 64, 128 and 256, the same for q, k and v; got {q.shape[3]}, {v.shape[3]}"
+    if q.shape[3] not in HEAD_DIMS or not q.shape[3] == k.shape[3] == v.shape[3]:
+        got = f"{q.shape[3]}, {k.shape[3]}, {v.shape[3]}"
+        return f"{what} head dimensions 64, 128 and 256, the same for q, k and v; got {got}"
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         return f"{what} query heads that are a multiple of the key heads; got {q.shape[1]}, {k.shape[1]}"
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not readable(x):
-            return (
-                f"{what} {name} with stride 1 in D, other strides and a base aligned to 16 bytes; strides {x.stride()}"
-            )
+        if x.numel() and (said := tma_refusal(name, x)):
+            return f"{what} tensors that the TMA can read: {said}"
     rows = q.shape[0] * q.shape[1] * _blocks(q.shape[2]) * ROWS
     if rows >= 2**31 or max(q.shape[2], k.shape[2]) > 65535 * 64:
         return f"{what} up to 2^31 query rows and lengths up to {65535 * 64}; got {tuple(q.shape)}, {tuple(k.shape)}"
     return None
-
-
-def readable(x: Tensor) -> bool:
-    """Whether a TMA descriptor can stand for x (B, H, L, D). Strides of axes of length 1 do not count."""
-    strides = [s for s, n in zip(x.stride()[:3], x.shape[:3], strict=True) if n > 1]
-    aligned = all(s > 0 and s * x.element_size() % 16 == 0 for s in strides)
-    return x.stride(3) == 1 and aligned and x.data_ptr() % 16 == 0
 
 
 def backward(
@@ -104,7 +102,8 @@ def backward(
 
     q, o, do (B, Hq, Lq, D), k, v (B, Hkv, Lk, D); lse, dlse (B, Hq, Lq) float32, natural logarithm, any strides. Causal
     is bottom-right. deterministic: the same bits from every call; without it the last bits of dq may differ. A do that
-    the TMA cannot read is copied. ValueError with the sentence of `supports` where that is not None.
+    the TMA cannot read is copied. The current device must be that of q. ValueError with the sentence of `supports`
+    where that is not None.
     """
     if (reason := supports(q, k, v)) is not None:
         raise ValueError(reason)
@@ -112,7 +111,7 @@ def backward(
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     if not q.numel() or not k.numel():
         return dq.zero_(), dk.zero_(), dv.zero_()
-    do = do if readable(do) else do.contiguous()
+    do = do.contiguous() if tma_refusal("do", do) else do
     one_pass = d < 256 and not deterministic
     blocks = _blocks(lq)
     lse2, delta = torch.empty((2, batch * heads * blocks * ROWS), dtype=torch.float32, device=q.device)
@@ -124,43 +123,26 @@ def backward(
 
     tiles = TILES[d]
     group = heads // kv_heads
-    numbers = (scale, kv_heads, group, lq, lk)
-    stream = (_heads(q, ROWS), _heads(do, ROWS), _heads(k, tiles.keys), _heads(v, tiles.keys))
-    stats = (_rows(lse2, ROWS), _rows(delta, ROWS))
-    out = (_stacked(dk), _stacked(dv))
     masks = _masks(lq, lk, causal, tiles)
+    streamed = (
+        descriptor(q, ROWS), descriptor(do, ROWS), descriptor(k, tiles.keys), descriptor(v, tiles.keys),
+        _rows(lse2), _rows(delta), _stacked(dk), _stacked(dv),
+    )  # fmt: skip
+    numbers = (scale, kv_heads, group, lq, lk)
     grid = _grid(-(-lk // tiles.keys), batch * kv_heads, group * lq * d * (8 if one_pass else 4), causal)
-    if one_pass:
-        assert sums is not None
+    if sums is not None:
         onepass_kernel[grid](
-            *stream, *stats, *out, _sums(sums), *numbers,
-            D=d, CAUSAL=causal, MASKS=masks.any, ROLLED=masks.rolled or (masks.any and group > 1), GROUPED=group > 1,
-            **_OPTIONS,
-        )  # fmt: skip
+            *streamed, _sums(sums), *numbers, **_onepass_constants(d, causal, masks, group), **_OPTIONS
+        )
         finish_kernel[(batch * heads * (blocks - 1),)](
             sums, dq, *dq.stride(), heads, lq, blocks, scale, D=d, ROWS=ROWS, **_OPTIONS
         )
         return dq, dk, dv
-    resident = (_heads(q, tiles.rows), _heads(do, tiles.rows), _heads(k, tiles.block), _heads(v, tiles.block))
-    q_numbers = (scale, heads, group, lq, lk)
-    q_grid = _grid(-(-lq // tiles.rows), batch * heads, lk * d * 4, causal)
-    if d == 256:
-        wide_dkv_kernel[grid](
-            *stream, *stats, *out, *numbers, D=d, CAUSAL=causal, MASKS=masks.any, GROUPED=group > 1, **_OPTIONS
-        )
-        wide_dq_kernel[q_grid](
-            *resident, _stacked(dq), lse2, delta, *q_numbers,
-            D=d, CAUSAL=causal, PEELED=_peeled_keys(causal, masks), ROLLED=masks.q_rolled, **_OPTIONS,
-        )  # fmt: skip
-        return dq, dk, dv
-    peeled = masks.any and not masks.rolled and group == 1
-    dkv_kernel[grid](
-        *stream, *stats, *out, *numbers, D=d, KEYS=tiles.keys, CAUSAL=causal, PEELED=2 if peeled else 0,
-        ROLLED=masks.any and not peeled, GROUPED=group > 1, **_OPTIONS,
-    )  # fmt: skip
-    dq_kernel[q_grid](
-        *resident, _stacked(dq), lse2, delta, *q_numbers,
-        D=d, BLOCK=tiles.block, CAUSAL=causal, MASKS=masks.q_any, ROLLED=masks.q_rolled, **_OPTIONS,
+    dkv = wide_dkv_kernel if d == 256 else dkv_kernel
+    dkv[grid](*streamed, *numbers, **_dkv_constants(d, causal, masks, group), **_OPTIONS)
+    dq_kernel[_grid(-(-lq // tiles.rows), batch * heads, lk * d * 4, causal)](
+        descriptor(q, tiles.rows), descriptor(do, tiles.rows), descriptor(k, tiles.block), descriptor(v, tiles.block),
+        _stacked(dq), lse2, delta, scale, heads, group, lq, lk, **_dq_constants(d, causal, masks), **_OPTIONS,
     )  # fmt: skip
     return dq, dk, dv
 
@@ -182,9 +164,30 @@ def _masks(lq: int, lk: int, causal: bool, tiles: Tiles) -> Masks:
     return Masks(tail, tail, lk % tiles.block != 0, False)
 
 
-def _peeled_keys(causal: bool, masks: Masks) -> int:
-    """How many blocks of 64 keys the diagonal of a tile of 128 rows crosses, or the end of the keys."""
-    return 2 if causal else int(masks.q_any)
+def _onepass_constants(d: int, causal: bool, masks: Masks, group: int) -> dict[str, object]:
+    rolled = masks.rolled or (masks.any and group > 1)
+    return {"D": d, "CAUSAL": causal, "MASKS": masks.any, "ROLLED": rolled, "GROUPED": group > 1}
+
+
+def _dkv_constants(d: int, causal: bool, masks: Masks, group: int) -> dict[str, object]:
+    """Of wide_dkv_kernel for D = 256, otherwise of dkv_kernel."""
+    common: dict[str, object] = {"D": d, "CAUSAL": causal, "GROUPED": group > 1}
+    if d == 256:
+        return common | {"MASKS": masks.any}
+    peeled = masks.any and not masks.rolled and group == 1
+    return common | {"KEYS": TILES[d].keys, "PEELED": 2 if peeled else 0, "ROLLED": masks.any and not peeled}
+
+
+def _dq_constants(d: int, causal: bool, masks: Masks) -> dict[str, object]:
+    tiles = TILES[d]
+    peeled = _peeled_keys(tiles, causal, masks)
+    slots = {"BLOCK": tiles.block, "V_SLOTS": tiles.v_slots}
+    return {"D": d, **slots, "CAUSAL": causal, "PEELED": peeled, "ROLLED": masks.q_rolled}
+
+
+def _peeled_keys(tiles: Tiles, causal: bool, masks: Masks) -> int:
+    """How many blocks of keys the diagonal of a tile of rows crosses, if it begins one, or the end of the keys."""
+    return tiles.rows // tiles.block if causal else int(masks.q_any)
 
 
 def _blocks(lq: int) -> int:
@@ -216,15 +219,6 @@ def _layout(shape: tuple[int, ...], dtype: torch.dtype) -> Any:
 _PLAIN = {rank: gl.NVMMASharedLayout(0, 32, rank=rank) for rank in (1, 2)}
 
 
-def _heads(x: Tensor, rows: int) -> TensorDescriptor:
-    """Tiles of `rows` rows of one head of x (B, H, L, D); rows beyond L are read as zeros."""
-    d = x.shape[3]
-    block = (1, 1, rows, d)
-    # The driver checks strides of axes of length 1 too.
-    strides = [s if n > 1 else d for s, n in zip(x.stride()[:3], x.shape[:3], strict=True)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], list(block), _layout(block, x.dtype))
-
-
 def _stacked(x: Tensor) -> TensorDescriptor:
     """Tiles of 64 rows of x, contiguous (B, H, L, D), as (B H, L, D); rows beyond L are not written."""
     length, d = x.shape[2:]
@@ -234,27 +228,20 @@ def _stacked(x: Tensor) -> TensorDescriptor:
     )
 
 
-def _rows(x: Tensor, rows: int) -> TensorDescriptor:
-    return TensorDescriptor(x, [x.numel()], [1], [rows], _PLAIN[1])
+def _rows(x: Tensor) -> TensorDescriptor:
+    """Blocks of ROWS numbers of x, contiguous."""
+    return TensorDescriptor(x, [x.numel()], [1], [ROWS], _PLAIN[1])
 
 
 def _sums(x: Tensor) -> TensorDescriptor:
+    """Blocks of 64 rows by 64 columns of dQ, flattened (wgmma.py), of x (rows, 256), contiguous."""
     return TensorDescriptor(x, list(x.shape), [256, 1], [16, 256], _PLAIN[2])
 
 
-def _described(dtype: str, block: tuple[int, ...]) -> str:
-    """The Triton type of the descriptor argument that the functions above would make."""
-    layout = (
-        _PLAIN[len(block)]
-        if dtype == "fp32"
-        else _layout(block, {"bf16": torch.bfloat16, "fp16": torch.float16}[dtype])
-    )
+def _described(dtype: str, *block: int) -> str:
+    """The Triton type of the descriptor that _stacked, _rows or _sums would make."""
+    layout = _PLAIN[len(block)] if dtype == "fp32" else _layout(block, _NAMED[dtype])
     return f"tensordesc<{dtype}[{', '.join(map(str, block))}],{layout!r}>"
-
-
-def _case(name: str, kernel: Any, types: dict[str, str], constants: dict[str, object]) -> HopperCase:
-    signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in kernel.arg_names}
-    return HopperCase(f"hopper-{name}", kernel, signature, constants, 4, 1)
 
 
 def compile_case(
@@ -263,41 +250,21 @@ def compile_case(
     """kernel: "onepass", "dkv" or "dq", as `backward` launches it. ragged: lengths that are multiples of nothing."""
     tiles = TILES[d]
     masks = _masks(8192, 8191 if ragged else 8192, causal, tiles)
-    said = [w for w, on in (("causal", causal), ("ragged", ragged), ("grouped", group > 1)) if on]
-    name = "-".join([kernel, dtype, f"d{d}", *said])
-
-    def head(rows: int) -> str:
-        return _described(dtype, (1, 1, rows, d))
-
-    out = _described(dtype, (1, 64, d))
-    constants: dict[str, object] = {"D": d, "CAUSAL": causal}
-    if kernel == "dq":
-        types = {
-            "qd": head(tiles.rows), "dod": head(tiles.rows), "kd": head(tiles.block), "vd": head(tiles.block),
-            "dqd": out, "lse2": "*fp32", "delta": "*fp32", "scale": "fp32",
-        }  # fmt: skip
-        constants["ROLLED"] = masks.q_rolled
-        if d == 256:
-            return _case(name, wide_dq_kernel, types, constants | {"PEELED": _peeled_keys(causal, masks)})
-        return _case(name, dq_kernel, types, constants | {"BLOCK": tiles.block, "MASKS": masks.q_any})
-    stat = _described("fp32", (ROWS,))
-    types = {
-        "qd": head(ROWS), "dod": head(ROWS), "kd": head(tiles.keys), "vd": head(tiles.keys), "ld": stat, "dd": stat,
-        "dkd": out, "dvd": out, "sumd": _described("fp32", (16, 256)), "scale": "fp32",
-    }  # fmt: skip
-    constants["GROUPED"] = group > 1
-    if kernel == "onepass":
-        rolled = masks.rolled or (masks.any and group > 1)
-        return _case(name, onepass_kernel, types, constants | {"MASKS": masks.any, "ROLLED": rolled})
-    if d == 256:
-        return _case(name, wide_dkv_kernel, types, constants | {"MASKS": masks.any})
-    peeled = masks.any and not masks.rolled and group == 1
-    return _case(
-        name,
-        dkv_kernel,
-        types,
-        constants | {"KEYS": tiles.keys, "PEELED": 2 if peeled else 0, "ROLLED": masks.any and not peeled},
-    )
+    out, stat = _described(dtype, 1, 64, d), _described("fp32", ROWS)
+    rows, keys = (tiles.rows, tiles.block) if kernel == "dq" else (ROWS, tiles.keys)
+    types = dict.fromkeys(("qd", "dod"), descriptor_type(dtype, rows, d)) | {"scale": "fp32"}
+    types |= dict.fromkeys(("kd", "vd"), descriptor_type(dtype, keys, d))
+    types |= dict.fromkeys(("dqd", "dkd", "dvd"), out) | dict.fromkeys(("ld", "dd"), stat)
+    types |= {"sumd": _described("fp32", 16, 256)} | dict.fromkeys(("lse2", "delta"), "*fp32")
+    function, constants = {
+        "onepass": (onepass_kernel, _onepass_constants(d, causal, masks, group)),
+        "dkv": (wide_dkv_kernel if d == 256 else dkv_kernel, _dkv_constants(d, causal, masks, group)),
+        "dq": (dq_kernel, _dq_constants(d, causal, masks)),
+    }[kernel]
+    signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in function.arg_names}
+    said = [word for word, on in (("causal", causal), ("ragged", ragged), ("grouped", group > 1)) if on]
+    name = "-".join(["hopper", kernel, dtype, f"d{d}", *said])
+    return HopperCase(name, function, signature, constants, num_warps=4, num_stages=1)
 
 
 # Each kernel and head dimension, most of them with a mask, once.

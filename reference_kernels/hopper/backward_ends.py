@@ -7,7 +7,7 @@ kernels that read it need no masks:
 
 With lse2 = +inf the row's P = exp2(S - lse2) is 0, and so is all that it adds to a gradient.
 
-After the one pass: dQ = scale * (the float32 sums), in the order of memory again (backward_onepass.add_dq).
+After the one pass: dQ = scale * (the float32 sums), in the order of memory again (wgmma.flattened).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def finish_kernel(sums, dq, dq_b, dq_h, dq_l, dq_d, heads, Lq, blocks, scale, D:
     head = tile // used
     block = tile % used
     x = tl.load(sums + (head * blocks + block) * (ROWS * D) + tl.arange(0, ROWS * D)) * scale
-    # (half of the columns, 8 column, row, column, row, row, column) → (ROWS, D)
+    # Per 64 columns the order of wgmma.flattened, → (ROWS, D).
     x = x.reshape([D // 64, 8, 4, 8, 4, 2, 2]).permute((2, 5, 3, 0, 1, 4, 6)).reshape([ROWS, D])
     rows = (block * ROWS + tl.arange(0, ROWS))[:, None]  # (ROWS, 1)
     to = dq + head // heads * dq_b + head % heads * dq_h + rows * dq_l + tl.arange(0, D)[None, :] * dq_d

@@ -16,7 +16,7 @@ from interpreted import check
 
 pytest.importorskip("triton")
 
-from reference_kernels.hopper import backward, backward_stream
+from reference_kernels.hopper import backward, backward_tile
 
 ROWS = 64
 LENGTHS = (1, 2, 63, 64, 65, 100, 127, 128, 129, 191, 192, 193, 257, 320, 449)
@@ -25,11 +25,11 @@ PROBLEMS = list(itertools.product(LENGTHS, LENGTHS, (False, True)))
 
 @pytest.fixture
 def rows_of(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """backward_stream.rows_of as a Python function of ints."""
+    """backward_tile.rows_of as a Python function of ints."""
     plain = SimpleNamespace(maximum=max, where=lambda condition, a, b: a if condition else b)
-    monkeypatch.setattr(backward_stream, "gl", plain)
-    monkeypatch.setattr(backward_stream, "ROWS", ROWS)
-    return backward_stream.rows_of.fn
+    monkeypatch.setattr(backward_tile, "gl", plain)
+    monkeypatch.setattr(backward_tile, "ROWS", ROWS)
+    return backward_tile.rows_of.fn
 
 
 def sees(row: int, key: int, lq: int, lk: int, causal: bool) -> bool:
@@ -37,7 +37,7 @@ def sees(row: int, key: int, lq: int, lk: int, causal: bool) -> bool:
 
 
 def onepass_walk(rows_of: Any, start: int, lq: int, lk: int, causal: bool, d: int) -> tuple[int, int, int]:
-    """(first block, blocks, masked blocks) of a tile of keys: backward_onepass.onepass_kernel and mma_loop."""
+    """(first block, blocks, masked blocks) of a tile of keys: backward_onepass.onepass_kernel and consumer."""
     masks = backward._masks(lq, lk, causal, backward.TILES[d])
     first, n, masked = rows_of(start, lq, lk, 128, causal)
     n = max(n, 2)
@@ -47,7 +47,7 @@ def onepass_walk(rows_of: Any, start: int, lq: int, lk: int, causal: bool, d: in
 
 
 def dkv_walk(rows_of: Any, start: int, lq: int, lk: int, causal: bool, d: int) -> tuple[int, int, int]:
-    """The same of backward_twopass.dkv_kernel and dkv_loop, and of backward_wide.wide_dkv_kernel and dv_loop."""
+    """The same of dkv_kernel and consumer in backward_dkv, wide_dkv_kernel and dv_consumer in backward_dkv_wide."""
     tiles = backward.TILES[d]
     masks = backward._masks(lq, lk, causal, tiles)
     peeled = 2 if d < 256 and masks.any and not masks.rolled else 0
@@ -80,11 +80,11 @@ def test_a_tile_of_keys_meets_all_rows_that_see_it_and_masks_what_they_do_not_se
 
 
 def dq_walk(start: int, lq: int, lk: int, causal: bool, d: int) -> tuple[list[int], int]:
-    """(blocks of keys in order, how many of the first are masked): dq_kernel, wide_dq_kernel, load_keys, dq_loop."""
+    """(blocks of keys in order, how many of the first are masked): dq_kernel, load_keys and consumer in backward_dq."""
     tiles = backward.TILES[d]
     block = tiles.block
     masks = backward._masks(lq, lk, causal, tiles)
-    peeled = backward._peeled_keys(causal, masks) if d == 256 else int(masks.q_any)
+    peeled = backward._peeled_keys(tiles, causal, masks)
     n, masked = -(-lk // block), max(peeled, 1)
     if causal:
         n = max((min(start + 128 + lk - lq, lk) + block - 1) // block, masked)
@@ -114,7 +114,7 @@ def test_a_tile_of_rows_meets_all_keys_it_sees_once_and_masks_what_it_does_not_s
 )
 def test_the_grid_has_every_tile_of_every_head_once(heads: int, causal: bool) -> None:
     chunk, tiles, chunks = backward._grid(5, heads, 10 << 20, causal)
-    # backward_stream.place
+    # backward_tile.place
     assert sorted(z * chunk + x for z in range(chunks) for x in range(chunk)) == list(range(heads))
     assert tiles == 5
     assert max(tiles, chunks) <= 65535, "CUDA's limit for the second and third axis of a grid"
@@ -139,7 +139,7 @@ class Recorded:
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
     found: list[tuple[str, dict[str, Any]]] = []
-    for name in ("prepare", "finish", "onepass", "dkv", "dq", "wide_dkv", "wide_dq"):
+    for name in ("prepare", "finish", "onepass", "dkv", "wide_dkv", "dq"):
         monkeypatch.setattr(backward, f"{name}_kernel", Recorded(name, getattr(backward, f"{name}_kernel"), found))
     monkeypatch.setattr(backward, "supports", backward._problem)
     return found
@@ -158,8 +158,8 @@ def run(d: int, lq: int, lk: int, heads: int = 2, kv_heads: int = 2, **options: 
         (64, 1024, False, True, ["prepare", "dkv", "dq"]),
         (128, 1024, True, False, ["prepare", "onepass", "finish"]),
         (128, 1, True, True, ["prepare", "dkv", "dq"]),
-        (256, 1024, True, False, ["prepare", "wide_dkv", "wide_dq"]),
-        (256, 1024, True, True, ["prepare", "wide_dkv", "wide_dq"]),
+        (256, 1024, True, False, ["prepare", "wide_dkv", "dq"]),
+        (256, 1024, True, True, ["prepare", "wide_dkv", "dq"]),
     ],
 )
 def test_which_kernels_run(
@@ -243,7 +243,7 @@ assert torch.allclose(delta[..., :L], (o.float() * do.float()).sum(-1) - dlse, a
 
 for D in (64, 128):
     x = torch.randn(B * H, blocks * 64, D)
-    # As backward_onepass.add_dq leaves it: 64 columns at a time, in the order of registers.
+    # As backward_onepass.Share.add leaves it: 64 columns at a time, in the order of wgmma.flattened.
     tiles = x.view(B * H, blocks, 64, D // 64, 64).permute(0, 1, 3, 2, 4).reshape(-1, 4, 2, 8, 8, 4, 2)
     sums = tiles.permute(0, 4, 1, 3, 5, 2, 6).reshape(-1, 256).contiguous()
     dq = torch.full((B, L, H, D), torch.nan).half().transpose(1, 2)
