@@ -8,10 +8,12 @@ import os
 import platform
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from ..cases import Case
 from ..chapters import CHAPTERS
+from ..features import FP8
 from ..report.json_report import versions
 from . import crew, plan, rules
 from .cast import HONEST, Cast, Suspect
@@ -30,10 +32,8 @@ def run(
     equivalents: Sequence[str],
     levels: Sequence[str],
     say: Progress,
-    *,
-    others: bool,
 ) -> Document:
-    """The document of a run: the matrix of every level, and with `others` what the rules of other projects catch.
+    """The document of a run: the matrix of every level.
 
     who: the cast of `module`; mutants and equivalents: the names of those on trial. say: gets lines of progress, and
     "" at the end of each part. Raises CrewError where no process works.
@@ -44,7 +44,7 @@ def run(
     for level, book in books.items():
         if left := book.survivors():
             _perform(module, {level: book}, plan.hunts(level, left, (), large=True), say)
-    document: Document = {
+    return {
         "schema": SCHEMA,
         "date": datetime.date.today().isoformat(),
         "versions": versions(),
@@ -55,9 +55,6 @@ def run(
         "absent": absent(who),
         "levels": {level: book.entry() for level, book in books.items()},
     }
-    if others:
-        document["rules"] = _compared(module, books, list(who.equivalents), say)
-    return document
 
 
 def _about(mutant: Suspect, books: Iterable[Book]) -> Document:
@@ -67,24 +64,37 @@ def _about(mutant: Suspect, books: Iterable[Book]) -> Document:
     return {"number": mutant.number, "about": mutant.about, "cheapest": cheapest}
 
 
-def _compared(module: str, own: dict[str, Book], equivalents: Sequence[str], say: Progress) -> Document:
-    """What the rules catch, on all small cases, and on large ones of those whom we kill by nothing smaller."""
+def compare(module: str, who: Cast, document: Document, say: Progress) -> Document:
+    """What the rules of other projects catch of the mutants of a run, on its small cases.
+
+    Those whom a level kills by nothing but large cases get the cases that killed them as well. Those whom nothing but
+    FP8 shows are left out, as FP8 is.
+    """
     started = _now()
-    books = {level: Book(level, book.mutants) for level, book in own.items()}
-    small = [job for level, book in own.items() for job in plan.comparisons(level, book.mutants, equivalents)]
-    _perform(module, books, small, say)
-    large = [
-        job
-        for level, book in own.items()
-        if (late := book.only_by_large())
-        for job in plan.comparisons(level, late, [HONEST], large=True)
-    ]
-    _perform(module, books, large, say)
+    levels = document["levels"]
+    mutants = [name for name in document["mutants"] if not _in_fp8_alone(name, levels.values())]
+    books = {level: Book(level, mutants) for level in levels}
+    jobs = [job for level in levels for job in plan.comparisons(level, mutants, who.equivalents)]
+    jobs += [job for level, entry in levels.items() for job in _only_by_large(level, entry)]
+    _perform(module, books, jobs, say)
     return {
         **_spent(started),
         "about": {name: {"about": rule.about, "source": rule.source} for name, rule in rules.RULES.items()},
+        "mutants": mutants,
         "levels": {level: {name: book.caught(name) for name in rules.RULES} for level, book in books.items()},
     }
+
+
+def _in_fp8_alone(name: str, levels: Iterable[Document]) -> bool:
+    cases = [kill["case"] for entry in levels for kill in entry["kills"].get(name, {}).values()]
+    return bool(cases) and all(Case.parse(case).dtype in FP8 for case in cases)
+
+
+def _only_by_large(level: str, entry: Document) -> Iterator[Job]:
+    for name, kills in entry["kills"].items():
+        if min(kill["work"] for kill in kills.values()) > plan.LARGE:
+            for chapter, kill in kills.items():
+                yield Job(level, chapter, (plan.Step("", Case.parse(kill["case"])),), (name,), (HONEST,))
 
 
 def survey(module: str, mutants: Sequence[str], say: Progress) -> dict[plan.Step, set[str]]:
@@ -156,11 +166,6 @@ class Book:
 
     def survivors(self) -> list[str]:
         return [name for name in self.mutants if not self._kills[name]]
-
-    def only_by_large(self) -> list[str]:
-        """Those whom nothing but large cases kills."""
-        least = {name: min(kill["work"] for kill in kills.values()) for name, kills in self._kills.items() if kills}
-        return [name for name, work in least.items() if work > plan.LARGE]
 
     def kills(self, name: str) -> dict[str, dict[str, Any]]:
         """By chapter, the step that killed a mutant."""

@@ -58,12 +58,15 @@ def main(arguments: argparse.Namespace) -> int:
             kills = campaign.survey(arguments.mutants, mutants, _say)
             found = suggest.document(kills, mutants, plan.all_steps("smoke"))
             _write(arguments, found)
-            print(suggest.text(found))
+            print(tables.plain(tables.cover(found)), tables.plain(tables.smoke(found)), sep="\n\n")
             return 0
-        document = campaign.run(arguments.mutants, who, mutants, equivalents, levels, _say, others=arguments.rules)
+        document = campaign.run(arguments.mutants, who, mutants, equivalents, levels, _say)
+        _write(arguments, document)
+        if arguments.rules:
+            document["rules"] = campaign.compare(arguments.mutants, who, document, _say)
+            _write(arguments, document)
     except (cast.UnusableModule, crew.CrewError) as error:
         arguments.refuse(str(error))
-    _write(arguments, document)
     print(tables.text(document))
     accused = any(entry["false_alarms"] for entry in document["levels"].values())
     return int(accused or bool(document["levels"][levels[-1]]["survivors"]))

@@ -9,6 +9,7 @@ from .. import matrices
 from ..cases import Case
 from ..chapters import CHAPTERS
 from ..checks.registry import checks_of
+from ..features import FP8
 
 TILE = 64
 """Rows and keys of a tile: a kernel computes whole tiles, so one row costs as much as 64."""
@@ -101,12 +102,16 @@ def surveys(mutants: Iterable[str]) -> list[Job]:
     return [replace(job, steps=steps, every=True) for job, steps in zip(jobs, cheap, strict=True) if steps]
 
 
-def comparisons(level: str, mutants: Iterable[str], equivalents: Iterable[str], *, large: bool = False) -> list[Job]:
-    """As hunts, over the distinct cases of a level, each in the chapter that poses it first, for rules to judge."""
+def comparisons(level: str, mutants: Iterable[str], equivalents: Iterable[str]) -> list[Job]:
+    """Jobs over the distinct small cases of a level, each in the chapter that poses it first, for rules to judge.
+
+    None of FP8: the rules compare with a call in float32 or in another implementation, on the same tensors.
+    """
     seen: set[str] = set()
     jobs = []
-    for job in hunts(level, mutants, equivalents, large=large):
-        cases = dict.fromkeys(step.case for step in job.steps if step.case.id not in seen)
+    for job in hunts(level, mutants, equivalents):
+        fair = (step.case for step in job.steps if step.case.dtype not in FP8)
+        cases = dict.fromkeys(case for case in fair if case.id not in seen)
         seen |= {case.id for case in cases}
         if cases:
             jobs.append(replace(job, steps=tuple(Step("", case) for case in cases)))

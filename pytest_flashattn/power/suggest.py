@@ -8,7 +8,6 @@ from typing import Any
 
 from ..cases import Case
 from . import plan
-from .tables import Table, plain
 
 
 @dataclass(frozen=True)
@@ -57,27 +56,3 @@ def document(kills: Mapping[plan.Step, set[str]], mutants: Sequence[str], smoke:
         },
         "never": [name for name in mutants if name not in ever],
     }
-
-
-def table(found: dict[str, Any]) -> Table:
-    """The cover, case by case."""
-    rows: list[list[Any]] = []
-    so_far = 0
-    for number, choice in enumerate(found["cover"], 1):
-        new = choice["new"]
-        so_far += len(new)
-        who = ", ".join(new[:3]) + (f" and {len(new) - 3} more" if len(new) > 3 else "")
-        rows.append([number, choice["set"], choice["case"], len(new), f"{so_far / found['mutants']:.1%}", who])
-    return ["", "set", "case", "new kills", "of all", "who"], rows
-
-
-def text(found: dict[str, Any]) -> str:
-    """All of it for a terminal."""
-    smoke = found["smoke"]
-    lines = [
-        plain(table(found)),
-        f"Today's smoke, {smoke['cases']} cases, kills {smoke['killed']} of {found['mutants']} "
-        f"and misses {', '.join(smoke['missed']) or 'none'}.",
-        f"No cheap case kills alone: {', '.join(found['never']) or 'all are killed'}.",
-    ]
-    return "\n\n".join(lines)

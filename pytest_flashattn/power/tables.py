@@ -29,20 +29,6 @@ def text(document: Document) -> str:
     return "\n\n".join(parts)
 
 
-def tables(document: Document) -> dict[str, Table]:
-    """What docs/power.md quotes, by marker."""
-    return {
-        "levels": levels(document),
-        "chapters": chapters(document, list(document["levels"])[-1]),
-        "rules": rules(document),
-        "rules-about": about_rules(document),
-        "catalogue": catalogue(document),
-        "spent": spent(document),
-        "survivors": survivors(document),
-        "matrix": matrix(document),
-    }
-
-
 def levels(document: Document) -> Table:
     """What each level costs and catches."""
     rows = []
@@ -88,7 +74,8 @@ def matrix(document: Document) -> Table:
 
 def rules(document: Document) -> Table:
     """What each rule catches, by level, and on how many cases it refuses a right implementation; last, this suite."""
-    found, total = document["rules"]["levels"], max(len(document["mutants"]), 1)
+    found, mutants = document["rules"]["levels"], set(document["rules"]["mutants"])
+    total = max(len(mutants), 1)
     head, rows = ["rule"], {name: [name] for name in [*document["rules"]["about"], "pytest-flashattn"]}
     for level, entries in found.items():
         head += [f"{level}: killed", "refuses who is right"]
@@ -96,9 +83,10 @@ def rules(document: Document) -> Table:
             killed, refused = len(entry["caught"]), entry["cases_that_refuse_equivalents"]
             rows[name] += [f"{killed} ({killed / total:.0%})", f"on {refused} of {entry['cases']} cases"]
         own = document["levels"][level]
+        killed = len(mutants - set(own["survivors"]))
         accused = len({alarm["step"] for alarm in own["false_alarms"]})
         tried = sum(chapter["tried"] for chapter in own["chapters"].values())
-        rows["pytest-flashattn"] += [f"{own['killed']} ({own['killed'] / total:.0%})", f"on {accused} of {tried} cases"]
+        rows["pytest-flashattn"] += [f"{killed} ({killed / total:.0%})", f"on {accused} of {tried} cases"]
     return head, list(rows.values())
 
 
@@ -131,6 +119,28 @@ def survivors(document: Document) -> Table:
             killer = f"{best['level']}: {best['check']}[{best['case']}]" if best else "nothing"
             rows.append([level, name, about, killer])
     return ["survives", "mutant", "its fault", "killed by"], rows
+
+
+def cover(found: Document) -> Table:
+    """The cases of --suggest-smoke, one by one."""
+    rows: list[list[Any]] = []
+    so_far = 0
+    for number, choice in enumerate(found["cover"], 1):
+        new = choice["new"]
+        so_far += len(new)
+        who = ", ".join(new[:3]) + (f" and {len(new) - 3} more" if len(new) > 3 else "")
+        rows.append([number, choice["set"], choice["case"], len(new), f"{so_far / found['mutants']:.1%}", who])
+    return ["", "set", "case", "new kills", "of all", "who"], rows
+
+
+def smoke(found: Document) -> Table:
+    """What today's smoke kills case by case, and who needs larger cases or more than one."""
+    today = found["smoke"]
+    return ["mutants", "number", "names"], [
+        [f"killed by one of today's {today['cases']} cases alone", today["killed"], ""],
+        ["missed, though a cheap case kills them", len(today["missed"]), ", ".join(today["missed"])],
+        ["killed by no cheap case alone", len(found["never"]), ", ".join(found["never"])],
+    ]
 
 
 def remarks(document: Document) -> Iterator[str]:

@@ -17,6 +17,7 @@ import oracles
 from pytest_flashattn import __main__ as program
 from pytest_flashattn.cases import Case
 from pytest_flashattn.chapters import CHAPTERS
+from pytest_flashattn.features import FP8
 from pytest_flashattn.power import campaign, cast, crew, memo, plan, reach, suggest, tables, worker
 from pytest_flashattn.power.plan import Job, Step
 from pytest_flashattn.power.worker import Alone, At, Cost, Done, Kill
@@ -102,10 +103,21 @@ def test_every_case_is_in_one_job_and_cheap_ones_come_first() -> None:
             assert costs == sorted(costs)
 
 
-def test_comparisons_pose_every_small_case_once() -> None:
+def test_comparisons_pose_every_small_case_once_but_none_of_fp8() -> None:
     cases = [step.case for one in plan.comparisons("smoke", ["a"], []) for step in one.steps]
-    small = {step.case.id for step in plan.all_steps("smoke") if plan.work(step.case) <= plan.LARGE}
+    whole = {step.case.id: step.case for step in plan.all_steps("smoke")}.values()
+    small = [case.id for case in whole if plan.work(case) <= plan.LARGE and case.dtype not in FP8]
     assert sorted(case.id for case in cases) == sorted(small)
+    assert len(small) < len(whole)
+
+
+def test_whom_fp8_alone_shows_is_not_compared() -> None:
+    plain, fp8 = (
+        {"case": f"{dtype}-b1-h1-q1-k1-d64{words}"} for dtype, words in (("fp16", ""), ("e4m3", "-descale.head"))
+    )
+    levels = [{"kills": {"both": {"fp8": fp8}, "alone": {"fp8": fp8}}}, {"kills": {"both": {"forward": plain}}}]
+    found = {name: campaign._in_fp8_alone(name, levels) for name in ("both", "alone", "survivor")}
+    assert found == {"both": False, "alone": True, "survivor": False}
 
 
 def test_no_case_of_smoke_is_large() -> None:
@@ -292,7 +304,8 @@ def test_the_cover_is_small_and_takes_the_cheap_one() -> None:
     found = suggest.document(kills, ["a", "b", "c", "d"], [LARGER])
     assert found["smoke"] == {"cases": 1, "killed": 2, "missed": ["c"]}
     assert found["never"] == ["d"]
-    assert "1 cases, kills 2 of 4 and misses c." in suggest.text(found)
+    assert [row[3:5] for row in tables.cover(found)[1]] == [[2, "50.0%"], [1, "75.0%"]]
+    assert [row[1:] for row in tables.smoke(found)[1]] == [[2, ""], [1, "c"], [1, "d"]]
 
 
 def test_cells_of_the_matrix() -> None:
