@@ -141,8 +141,9 @@ def _narrowed(config: pytest.Config) -> bool:
 
 
 def _stale(ledger: Ledger, run: State) -> list[Any]:
-    """The entries that match no test of this run, nor any of the full matrix."""
+    """The entries that match no test of this run, nor any case of another matrix: none of them holds all the others."""
     from .collection import ROOT, catalogue
+    from .matrices import LEVELS
 
     where = (ledger.device[0], ledger.device[1]) if ledger.device else ("cpu", "CPU")
     names = [*run.settings.impl, *run.settings.names()]
@@ -158,5 +159,5 @@ def _stale(ledger: Ledger, run: State) -> list[Any]:
         # What is drawn depends on the seed, and what is timed was perhaps not asked for: neither need match.
         and not any(entry.id.startswith(f"{ROOT}/{chapter}") for chapter in BY_NAME_ONLY)
     ]
-    known = list(catalogue("full", run.settings.seed)) if left else []
+    known = [nodeid for level in LEVELS for nodeid in catalogue(level, run.settings.seed)] if left else []
     return [entry for entry in left if not any(entry.matches_id(nodeid) for nodeid in known)]
