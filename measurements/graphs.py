@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,10 +19,25 @@ def _leaves(d: str, n: int = 1000) -> tuple[list[Tensor], Tensor]:
     return [x.requires_grad_() for x in (q, k, v)], do
 
 
-def _renew(tensors: list[Tensor]) -> None:
+def renew(tensors: list[Tensor]) -> None:
+    """New N(0, 1) values into the same memory."""
     with torch.no_grad():
         for x in tensors:
             x.copy_(torch.randn_like(x))
+
+
+def captured(call: Callable[[], tuple[Tensor, ...]]) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
+    """A CUDA graph of a call that has run before, on a stream of its own, and the memory of its results."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        static = call()
+    return graph, static
 
 
 def graph(d: str, causal: str) -> Answer:
@@ -32,19 +48,11 @@ def graph(d: str, causal: str) -> Answer:
         o = flash_attention(*leaves, causal=causal == "1", kernel="hopper", deterministic=True)
         return (o.detach(), *torch.autograd.grad(o, leaves, do))
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured):
-        static = call()
+    replayed, static = captured(call)
     same = []
     for _ in range(3):
-        _renew([*leaves, do])
-        captured.replay()
+        renew([*leaves, do])
+        replayed.replay()
         same.append(all(torch.equal(a, b) for a, b in zip(static, call(), strict=True)))
     return {"ok": all(same), "replays": len(same), "equal_to_eager": same}
 
@@ -62,7 +70,7 @@ def compiled(d: str, causal: str) -> Answer:
     function = torch.compile(attend, mode="reduce-overhead", fullgraph=True)
     same = []
     for step in range(8):
-        _renew([*leaves, do])
+        renew([*leaves, do])
         torch.compiler.cudagraph_mark_step_begin()
         if step < 4:
             with torch.no_grad():
@@ -84,9 +92,9 @@ def unseen(d: str, causal: str) -> Answer:
     with torch.no_grad():
         want = flash_attention(q, k, v, causal=masked, kernel="triton")
         torch.cuda.synchronize()
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
+        recorded = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(recorded):
             static = flash_attention(q, k, v, causal=masked, kernel=None)
-        captured.replay()
+        recorded.replay()
         torch.cuda.synchronize()
     return {"ok": torch.equal(static, want)}

@@ -37,6 +37,8 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from graphs import captured, renew
+
 import oracles
 from pytest_flashattn import peers
 from reference_kernels.naive import naive_attention
@@ -228,18 +230,8 @@ def graphs() -> dict[str, Any]:
         o = flash_attention(*leaves, causal=True)
         return (o.detach(), *torch.autograd.grad(o, leaves, do))
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        static = call()
-    with torch.no_grad():
-        for x in (*leaves, do):
-            x.copy_(torch.randn_like(x))
+    graph, static = captured(call)
+    renew([*leaves, do])
     graph.replay()
     same = [torch.equal(a, b) for a, b in zip(static, call(), strict=True)]
     compiled = torch.compile(flash_attention, fullgraph=True)

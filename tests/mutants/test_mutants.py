@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 
 import pytest
-import torch
 
 from pytest_flashattn import trial
 from pytest_flashattn.chapters import CHAPTERS
@@ -16,15 +14,6 @@ from .mutants import MUTANTS, Mutant
 from .seeds import share
 from .trial import implementation, posed
 from .visible import kill_of
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiles are small: threads cost more than they give, and much more when other tests run beside."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("mutant", [pytest.param(m, id=m.name) for m in MUTANTS.values()])

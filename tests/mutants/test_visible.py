@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
 from pytest_flashattn.cases import Case
 
@@ -13,14 +10,6 @@ from .core import Core
 from .mutants import MUTANTS, Mutant
 from .trial import Kill
 from .visible import BITS, NO_NUMBER, kill_of, look
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("mutant", [pytest.param(m, id=m.name) for m in MUTANTS.values()])
