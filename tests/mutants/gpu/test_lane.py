@@ -51,4 +51,4 @@ def test_suite_fails_real_fault(mutant: Real, folder: Path) -> None:
     enough(mutant)
     run = run_suite(f"mutants.gpu.faulty:{mutant.name}", *mutant.options, folder=folder)
     assert run.of("failed"), run.text
-    assert run.status == 1, run.text
+    assert run.status in (1, 2), run.text  # 2: the fault broke the CUDA context, which ends the run
