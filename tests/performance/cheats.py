@@ -191,14 +191,16 @@ def _device_seconds(call: Callable[[], object], times: int = 20) -> float:
 
 honest.__flashattn__ = SUPPORT  # type: ignore[attr-defined]
 
-CHEATS: dict[str, tuple[Callable[[], Cheat], str]] = {
-    "side_stream": (lambda: SideStream(joins=True), "wrong"),
-    "side_stream_ahead": (lambda: SideStream(joins=False), "wrong"),
-    "cached_by_address": (CachedByAddress, "wrong"),
-    "cached_by_count": (CachedByCount, "wrong"),
-    "lazy": (Lazy, "expected a plain tensor"),
-    "patched_clock": (PatchedClock, "replaced time.perf_counter"),
-    "skipping": (Skipping, "wrong"),
-    "overwriting": (Overwriting, "changed its inputs"),
+WRONG = ("wrong",)
+LATE = ("wrong", "the device went on working")  # what is seen first depends on how long the device is at it
+CHEATS: dict[str, tuple[Callable[[], Cheat], tuple[str, ...]]] = {
+    "side_stream": (lambda: SideStream(joins=True), LATE),
+    "side_stream_ahead": (lambda: SideStream(joins=False), LATE),
+    "cached_by_address": (CachedByAddress, WRONG),
+    "cached_by_count": (CachedByCount, WRONG),
+    "lazy": (Lazy, ("expected a plain tensor",)),
+    "patched_clock": (PatchedClock, ("replaced time.perf_counter",)),
+    "skipping": (Skipping, WRONG),
+    "overwriting": (Overwriting, ("changed its inputs",)),
 }
-"""By name: how to make one, and what its verdict must say."""
+"""By name: how to make one, and what its verdict must say, one of these."""

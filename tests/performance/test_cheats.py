@@ -52,7 +52,7 @@ def test_a_cheat_fails(name: str, device: str) -> None:
     make, says = CHEATS[name]
     verdict = timed(make(), "forward", device)
     assert verdict.status == "failed", verdict
-    assert says in verdict.text()
+    assert any(phrase in verdict.text() for phrase in says), verdict.text()
     assert "performance" not in verdict.extra, "its time must not get into any statistics"
 
 
