@@ -25,6 +25,7 @@ import sanitizers
 
 from pytest_flashattn.cases import Case
 from reference_kernels import compiling
+from reference_kernels.hopper import kernel as hopper_kernel
 
 SCRIPTS = (hopper, hopper_backward, hopper_proof)
 PARTS = [(module, part) for module in SCRIPTS for part in module.SCRIPT.parts]
@@ -47,7 +48,7 @@ PROOF_CELLS = sorted({cell for part, ask in hopper_proof.SCRIPT.parts.items() fo
 
 def test_every_cell_of_the_proof_has_a_function_that_takes_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    for name in ("repeat", "right", "touch", "fault", "warm", "turns", "control", "sanitized"):
+    for name in ("repeat", "right", "touch", "fault", "warm", "turns", "control", "spared", "sanitized"):
         signature = inspect.signature(getattr(hopper_proof, name))
         monkeypatch.setattr(
             hopper_proof, name, lambda *words, signature=signature: asked.append(signature.bind(*words)) or {"ok": True}
@@ -83,10 +84,57 @@ def test_ratios_are_taken_of_what_is_timed() -> None:
         assert {name for pair in pairs for name in pair} <= {*kernels, *peers}
 
 
-def test_the_kernels_with_an_error_compile() -> None:
-    results = compiling.compile_all([(case, 90) for case in faulty.compile_cases()])
-    assert [result.fault for result in results] == ["", ""]
-    assert results[1].counts["tma"] == 1
+def test_the_kernels_on_which_sanitizers_are_tried_compile() -> None:
+    cases = faulty.compile_cases()
+    results = {result.name: result for result in compiling.compile_all([(case, 90) for case in cases])}
+    assert {name: result.fault for name, result in results.items()} == {case.name: "" for case in cases}
+    assert {name for _, name in (*sanitizers.WRONG, *sanitizers.RIGHT)} == set(results)
+    assert all(callable(getattr(faulty, name)) for name in results)
+    assert {name for name, result in results.items() if result.counts["tma"]} == {"waited", "unwaited"}
+    assert {name for name, result in results.items() if result.partitions} == {"handed", "unhanded"}
+
+
+ACCESSES = r"""
+import json, re, subprocess, sys
+from pathlib import Path
+import triton
+sys.path[:0] = {folders!r}
+import faulty
+from reference_kernels.compiling.worker import _build
+from reference_kernels.hopper import cases, stage3
+
+tool = Path(triton.__file__).with_name("backends") / "nvidia" / "bin" / "nvdisasm"
+found = []
+for case in (faulty.compile_cases()[-1], cases.stage_case(stage3.STAGE, "bf16", 64, causal=False)):
+    compiled, _ = _build(case.kernel, case.signature, case.constexprs, case.num_warps, case.num_stages, 90)
+    Path(sys.argv[1]).write_bytes(compiled.asm["cubin"])
+    sass = subprocess.run([tool, "-g", "-c", sys.argv[1]], capture_output=True, text=True, check=True).stdout
+    place = ("", 0)
+    for line in sass.splitlines():
+        if source := re.search(r'## File "([^"]+)", line (\d+)', line):
+            place = (source[1], int(source[2]))
+        elif access := re.search(r"\b(?:LDS|STS|LDSM|STSM)\b.*\[(.*)\]", line):
+            last = access[1].split("+")[-1]
+            found.append([case.kernel.__name__, *place, int(last, 16) if last.startswith("0x") else 0])
+print(json.dumps(found))
+"""
+
+
+def test_no_access_to_a_tile_has_the_line_of_the_dispatch(tmp_path: Path) -> None:
+    script = ACCESSES.format(folders=[str(cells.ROOT), str(cells.ROOT / "measurements")])
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "cubin")], capture_output=True, text=True, check=True
+    )
+    accesses = json.loads(done.stdout.splitlines()[-1])
+    stage3_tiles = (2 * 64 + 2 * 2 * 128) * 64 * 2
+    for kernel, tiles in (("hand_kernel", faulty.ROWS * faulty.COLUMNS * 2), ("stage3_kernel", stage3_tiles)):
+        lines = {True: [], False: []}
+        for name, file, line, offset in accesses:
+            if name == kernel:
+                lines[sanitizers._starts_partitions(kernel, file, line)].append(offset)
+        assert len(lines[True]) >= 3  # the partition's number, twice written, once read
+        assert all(offset >= tiles for offset in lines[True])
+        assert any(offset < tiles for offset in lines[False])
 
 
 @pytest.mark.parametrize("module", SCRIPTS, ids=lambda module: module.__name__)
@@ -181,6 +229,20 @@ GOOD = '{"cell": "touch a b", "ok": true}\n'
 BAD = '{"cell": "touch a b", "ok": false, "error": "RuntimeError: CUDA error: device-side assert"}\n'
 
 
+# Of hand_kernel: by the line of its `def` and that of the call of warp_specialize; and by lines in its partitions.
+SOURCE = Path(faulty.__file__).read_text().splitlines()
+DEFINED = 1 + next(n for n, line in enumerate(SOURCE) if line.startswith("def hand_kernel("))
+CALLED = 1 + next(n for n, line in enumerate(SOURCE) if "gl.warp_specialize(" in line)
+STORED = 1 + next(n for n, line in enumerate(SOURCE) if "tile.store(" in line)
+DISPATCH = f"""\
+========= Error: Race reported between Read access at hand_kernel+0x120 in faulty.py:{DEFINED}
+=========     and Write access at hand_kernel+0x8a0 in faulty.py:{DEFINED} [4 hazards]
+=========     and Write access at hand_kernel+0xf20 in faulty.py:{CALLED} [4 hazards]
+=========
+"""
+TILE = DISPATCH.replace(f":{CALLED}", f":{STORED}")
+
+
 @pytest.mark.parametrize(
     ("tool", "output", "want"),
     [
@@ -196,6 +258,10 @@ BAD = '{"cell": "touch a b", "ok": false, "error": "RuntimeError: CUDA error: de
             GOOD + RACES.format("2 hazards") + "(2 errors, 0 warnings)\n",
             (False, 2, 0),
         ),
+        ("racecheck", GOOD + DISPATCH + RACES.format("1 hazard") + "(1 error, 0 warnings)\n", (True, 1, 0)),
+        ("racecheck", GOOD + DISPATCH + RACES.format("2 hazards") + "(2 errors, 0 warnings)\n", (False, 2, 0)),
+        ("racecheck", GOOD + TILE + RACES.format("1 hazard") + "(1 error, 0 warnings)\n", (False, 1, 0)),
+        ("racecheck", DISPATCH + RACES.format("1 hazard") + "(1 error, 0 warnings)\n", (False, 1, 0)),
         ("consan", GOOD, (True, 0, 0)),
         ("consan", BAD, (False, 1, 0)),
         ("consan", "", (False, None, 0)),
@@ -208,10 +274,34 @@ def test_what_a_sanitizer_says_is_read(tool: str, output: str, want: tuple[bool,
 
 def test_a_control_is_good_only_if_the_tool_names_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     said = ["fault unwaited: it does not compile"]
-    monkeypatch.setattr(sanitizers, "under", lambda *_: {"errors": 1, "said": said})
+    monkeypatch.setattr(sanitizers, "under", lambda *_: {"errors": 1, "said": said, "ok": not said})
     assert not hopper_proof.control("consan", "unwaited")["ok"]
+    assert not hopper_proof.spared("consan", "waited")["ok"]
     said.append("x.py:1: Assertion `Buffer being accessed has outstanding writes.` failed.")
     assert hopper_proof.control("consan", "unwaited")["ok"]
+
+
+def test_a_report_is_of_the_dispatch_if_all_its_accesses_are() -> None:
+    (dispatch,), (tile,) = sanitizers.races(DISPATCH), sanitizers.races(TILE)
+    assert [len(dispatch), len(tile)] == [3, 3]
+    assert sanitizers.of_dispatch(dispatch)
+    assert not sanitizers.of_dispatch(tile)
+    forward = Path(hopper_kernel.__file__).read_text().splitlines()
+    for line, text in enumerate(forward, start=1):
+        report = [f"Error: Race reported between Read access at forward_kernel+0x1c0 in kernel.py:{line}"]
+        starts = text.startswith("def forward_kernel(") or "gl.warp_specialize(" in "".join(
+            forward[line - 1 : line + 1]
+        )
+        assert sanitizers.of_dispatch(report) == starts
+    assert not sanitizers.of_dispatch([*dispatch, "and Write access at hand_kernel+0x10"])  # of no known line
+    assert not sanitizers.of_dispatch([line.replace("hand_kernel", "stage3_kernel") for line in dispatch])
+    assert sanitizers.read("racecheck", GOOD + TILE + RACES.format("1") + "(1 error, 0 warnings)", 1)["said"] == tile
+
+
+def test_a_tool_that_finds_something_in_a_right_kernel_is_named() -> None:
+    answers = [{"cell": "spared racecheck handed", "ok": False, "said": ["Error: Race reported"]}]
+    found = hopper_proof.summary([*answers, {"cell": "spared racecheck waited", "ok": True, "said": []}])
+    assert found["does not apply"] == ["racecheck handed, which is right: Error: Race reported"]
 
 
 def test_a_tool_that_is_missing_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
