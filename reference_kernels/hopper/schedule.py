@@ -4,7 +4,8 @@ A persistent kernel has one CTA per SM that walks over a list. Since the list is
 nothing, needs no atomic counter, and is the same in every run:
 
 - the longest tiles first, each to the CTA that will be free first: what is left for the end is short (causal);
-- heads in groups whose keys and values fit into the L2 cache together, one group after the other.
+- heads in groups whose keys and values fit into the L2 cache together, one group after the other (causal). All groups
+  have the same size, give or take one head: the long tiles of a small one at the end would keep a few SMs busy alone.
 
 Tiles without any key (causal, more queries than keys) are left out: the launcher has written their output.
 """
@@ -20,8 +21,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-L2_BYTES = 32 << 20
-"""What keys and values of a group of heads may take of the L2 cache: an H100's 50 MB and some room."""
+L2_BYTES = 36 << 20
+"""What keys and values of a group of heads may take of the L2 cache: an H100's 50 MB and some room. No power of two:
+a length just above one then still has groups as large as that one's."""
 
 MOST_BATCHES, MOST_HEADS, MOST_BLOCKS = 1 << 19, 1 << 12, 1 << 20
 """What the code of a tile has room for."""
@@ -61,9 +63,10 @@ def tiles_in_order(p: Problem) -> Iterator[tuple[int, int, int]]:
     if not p.causal:
         yield from ((head, i, n) for head in range(total) for i, n in blocks)
         return
-    together = p.group * max(1, L2_BYTES // (p.lk * p.d * 4))
-    for first in range(0, total, together):
-        heads = range(first, min(total, first + together))
+    kv_heads = total // p.group
+    groups = -(-kv_heads // max(1, L2_BYTES // (p.lk * p.d * 4)))
+    for g in range(groups):
+        heads = range(kv_heads * g // groups * p.group, kv_heads * (g + 1) // groups * p.group)
         yield from ((head, i, n) for i, n in blocks for head in heads)
 
 

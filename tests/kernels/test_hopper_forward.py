@@ -63,8 +63,11 @@ def test_a_tile_visits_exactly_the_blocks_of_keys_that_its_rows_see():
             assert (blocks - 1) * p.block_n < max(0, min(p.lk, seen + p.block_m)) or blocks == 0
 
 
-def test_no_worker_waits_long_for_another():
-    p = Problem(2, 16, 1, 8192, 8192, 128, 128, 128, True)
+@pytest.mark.parametrize("n", [2048, 2049, 4097, 8191, 8192, 8193, 8292])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_no_worker_waits_long_for_another(d, n):
+    config, heads = lookup(d, causal=True, lq=n, lk=n), 2048 // d
+    p = Problem(round(16384 / n), heads, 1, n, n, d, config.block_m, config.block_n, True)
     loads = [sum(key_blocks(p, code & 0xFFFFF) + 1 for code in tiles) for tiles in assign(p, 132)]
     assert len(loads) == 132
     assert max(loads) <= 1.02 * sum(loads) / len(loads)
