@@ -44,7 +44,7 @@ def flash_attention(
     bias: Tensor | None = None,
     sinks: Tensor | None = None,
     return_lse: bool = False,
-    kernel: str | None = "triton",
+    kernel: str | None = None,
     deterministic: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention in O(L) memory, differentiable, for every shape and stride.
@@ -58,9 +58,8 @@ def flash_attention(
     to (B, Hq, Lq, Lk)), then causal and window = (left, right) around the diagonal i + Lk - Lq, None unbounded. sinks
     (Hq,): one more logit a head, in the denominator only. Gradients: q, k, v, an additive bias, sinks, and through lse.
 
-    kernel: "hopper", "triton" or "specialised" (the forward alone; the backward is plain Triton's) runs that one, None
-    the fastest that can (dispatch.py, and `available` for why not).
-    Plain Triton is the default until the choice itself has been on trial on a GPU.
+    kernel: None runs the fastest that can (dispatch.py, and `available` for why not); "hopper", "triton" or
+    "specialised" (the forward alone; the backward is plain Triton's) that one.
     The output has the same bits in every call. So have the gradients, but for those of q by the fastest Hopper kernel:
     deterministic=True asks for one that repeats them too, None for what torch.use_deterministic_algorithms says.
 

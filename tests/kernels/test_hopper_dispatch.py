@@ -246,8 +246,8 @@ def run(**options):
     flash_attention(q, k, v, **options).sum().backward()
     return seen
 
-assert run() == [("forward", "triton", None), ("backward", "triton", False)]
-assert run(kernel=None, deterministic=True) == [("forward", None, None), ("backward", None, True)]
+assert run() == [("forward", None, None), ("backward", None, False)]
+assert run(kernel="triton", deterministic=True) == [("forward", "triton", None), ("backward", "triton", True)]
 torch.use_deterministic_algorithms(True)
 assert run()[1][2] is True
 assert run(deterministic=False)[1][2] is False

@@ -103,7 +103,7 @@ bias, sinks, mask = x(1, 4, 1, 40, grad=True), x(4, grad=True), torch.rand(33, 4
 for options in (
     (None, None, None, None, 0.25, None, None, None, "ieee", None, False),
     (torch.rand(4), bias, None, sinks, 0.25, 3.0, 9, 0, "ieee", None, True),
-    (None, None, mask, None, -0.25, None, None, 0, "ieee", "triton", False),
+    (None, None, mask, None, -0.25, None, None, 0, "ieee", None, False),
 ):
     torch.library.opcheck(attention, (q, k, v, *options))
 q, k, v = (t.detach() for t in grad)
