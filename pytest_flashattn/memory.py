@@ -33,7 +33,9 @@ def needed(case: Case) -> int:
 def free(device: torch.device) -> int | None:
     """Bytes free on `device`; None where the system does not say."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        # What PyTorch's allocator has cached is taken for the driver, and free for us.
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + cached
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from typing import Any
 
 import torch
@@ -162,6 +163,7 @@ def peak_memory(subject: Subject) -> int | None:
     subject.before()
     subject.refresh()
     torch.cuda.synchronize(device)
+    gc.collect()  # a graph of an earlier call that is freed during this one would be subtracted from its peak
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     subject.call()
