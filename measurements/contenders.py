@@ -17,7 +17,7 @@ BACKWARDS = ("onepass", "twopass", "plain_backward", "atomic")
 
 # BLOCK_M, BLOCK_N, num_warps, num_stages of those that have not been tuned on a GPU.
 TILES = {
-    "specialised": ("128,128,4,2", "128,64,4,3", "64,128,4,2"),
+    "specialised": ("128,128,4,2", "128,64,4,2", "128,64,4,4"),
     "v1": ("64,32,8,2", "64,64,8,2", "128,32,8,2"),
     "atomic": ("32,128,8,2", "64,64,8,2", "32,64,8,2"),
 }

@@ -14,6 +14,19 @@ and the compile lane looks: a kernel that lost it is right, and slow. What Trito
               on the host gave wrong results in 3.6.
     sm_100    descriptors made on the host too (`host_kernel`), which saves the kernel making them.
 
+Specialised is not yet right: on sm_90 the compiler cuts the rows of a program in two, after the frontend. Three traps:
+
+    1  The offset of a copy by the TMA is moved on by 64 rows for the second group of warps, and with it whatever tensor
+       that scalar was added to, whose rows had moved already: masks and stores hit 64 rows too far (3.6 and 3.9; the
+       mapping of `coordVal` in Triton's WSDataPartition.cpp). So rows are counted from the block's first, and that
+       first row is a term of other scalars only.
+    2  64 rows cannot be cut, for wgmma multiplies no fewer. Both groups then compute all of them: right, and twice the
+       work, with as many partitions as ever. So a block has 128 rows (3.6 and 3.9).
+    3  With three buffers (num_stages 3) and D 64, Triton 3.6 gave NaN on an H200 in most calls with more than two
+       tiles of keys. The cause is not known: its TTGIR waits where it should. So there are two buffers.
+
+The first two are read from the TTGIR by tests/kernels/partition_rows.py; the third is seen on a GPU only.
+
 So there is one loop, and a mask is applied in all of its tiles or in none. The rest is forward.py's: the same online
 softmax, the keys from first to last. Nothing is written where no row is: the TMA ends at the end of a head.
 
@@ -44,9 +57,9 @@ Form = Literal["device", "host"]
 """Where the descriptors of the TMA are made."""
 
 # (form, D): the tile; the warps are those of one kind of work. What compiles to specialised warps without spills (for
-# sm_100, D 128, not with four warps); not timed on either architecture.
+# sm_100, D 128, not with four warps), on sm_90 within traps 2 and 3; not timed on either architecture.
 TABLE: dict[tuple[Form, int], Config] = {
-    ("device", 64): Config(128, 128, 4, 3),
+    ("device", 64): Config(128, 128, 4, 2),
     ("device", 128): Config(128, 128, 4, 2),
     ("host", 64): Config(128, 128, 4, 3),
     ("host", 128): Config(128, 128, 8, 2),
@@ -76,9 +89,12 @@ def attend(
     """The rows start … start + BLOCK_M - 1 of one head, from first to last. q, k, v, o: descriptors.
 
     unit: scale times log2(e). TAIL: Lk is not a multiple of BLOCK_N.
+
+    start is not added to a tensor, but to other scalars (trap 1).
     """
-    rows = start + tl.arange(0, BLOCK_M)  # (BLOCK_M,)
+    rows = tl.arange(0, BLOCK_M)  # (BLOCK_M,)
     keys = tl.arange(0, BLOCK_N)[None, :]  # (1, BLOCK_N)
+    diagonal = start + Lk - Lq  # the last key that row 0 sees
     # (BLOCK_M, D)
     qt = rows_from(q, batch, head, start, BLOCK_M, D, HOST)
     # (BLOCK_M, D), (BLOCK_M,), (BLOCK_M,)
@@ -87,7 +103,7 @@ def attend(
     l = tl.zeros([BLOCK_M], tl.float32)
     hi = Lk
     if CAUSAL:
-        hi = tl.minimum(tl.maximum(start + BLOCK_M + Lk - Lq, 0), Lk)
+        hi = tl.minimum(tl.maximum(diagonal + BLOCK_M, 0), Lk)
     for n in tl.range(0, hi, BLOCK_N, warp_specialize=True):
         # (BLOCK_N, D)
         kt = rows_from(k, batch, kv_head, n, BLOCK_N, D, HOST)
@@ -95,7 +111,7 @@ def attend(
         s = dot(qt, tl.trans(kt), None, "ieee")
         if CAUSAL:
             # No row sees a key beyond Lk, but for rows beyond Lq.
-            s = tl.where(n + keys <= rows[:, None] + (Lk - Lq), s, NEG_INF)
+            s = tl.where(n + keys <= rows[:, None] + diagonal, s, NEG_INF)
         elif TAIL:
             s = tl.where(n + keys < Lk, s, NEG_INF)
         p, alpha, m, l = online_step(s, unit, m, l, CAUSAL)
@@ -110,7 +126,8 @@ def attend(
         o.store([batch, head, start, 0], tile.reshape([1, 1, BLOCK_M, D]))
     else:
         o.store([start, 0], tile)
-    tl.store(lse + (batch * heads + head).to(tl.int64) * Lq + rows, (m * unit + tl.log2(l)) * LN2, mask=rows < Lq)
+    lse += (batch * heads + head).to(tl.int64) * Lq + start
+    tl.store(lse + rows, (m * unit + tl.log2(l)) * LN2, mask=rows < Lq - start)
 
 
 @triton.jit

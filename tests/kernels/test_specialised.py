@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import inspect
+import json
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from interpreted import check
+from interpreted import check, python
 
 pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
+from partition_rows import CAPABILITY, parts
 from triton.runtime import _allocation
 
 from reference_kernels import compiling, dispatch, specialised
@@ -93,6 +96,60 @@ def test_two_loops_end_the_compiler_or_are_not_specialised(compiled: dict[str, c
     (said,) = compiling.violations(compiled["split"])
     assert said.startswith("split for sm_90: it does not compile: ")
     assert f"split-eight for sm_90 {KEYWORD_LOST}" in compiling.violations(compiled["split-eight"])
+
+
+@pytest.fixture(scope="module")
+def ttgirs() -> dict[str, str]:
+    """What Triton makes of partition_rows.cases(), by name."""
+    built = python(str(Path(__file__).with_name("partition_rows.py")), interpret=False)
+    assert built.returncode == 0, built.stderr
+    return json.loads(built.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+
+
+LQ, LK, HEADS = 300, 400, 3
+HEAD, START = 1, 128  # of program 4: three blocks a head, the last rows first
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case for case in specialised.compile_cases() if CAPABILITY in case.capabilities],
+    ids=lambda case: case.name,
+)
+@pytest.mark.parametrize("n", [128, 256, 384])
+def test_each_group_of_warps_masks_and_stores_the_rows_it_computes(
+    ttgirs: dict[str, str], case: SpecialisedCase, n: int
+) -> None:
+    loading, *others = parts(ttgirs[case.name], {"Lq": LQ, "Lk": LK, "heads": HEADS, "group": 1}, 4, n)
+    assert loading.loaded == [START, START + 64, n, n]
+    assert [part.o for part in others] == [[START], [START + 64]]
+    causal = bool(case.constexprs["CAUSAL"])
+    assert {part.end for part in (loading, *others)} == {START + 128 + LK - LQ if causal else LK}
+    keys = n + torch.arange(128)
+    for part in others:
+        rows = part.o[0] + torch.arange(64)
+        assert torch.equal(part.lse, HEAD * LQ + rows)
+        assert torch.equal(part.stored, rows < LQ)
+        wanted = [keys[None, :] <= rows[:, None] + LK - LQ] if causal else [(keys < LK)[None, :]]
+        wanted = wanted if causal or case.constexprs["TAIL"] else []
+        assert len(part.visible) == len(wanted)
+        assert all(torch.equal(*both) for both in zip(part.visible, wanted, strict=True))
+
+
+def test_rows_beyond_the_end_are_not_stored(ttgirs: dict[str, str]) -> None:
+    found = parts(ttgirs["specialised-device-fp16-d128"], {"Lq": 200, "Lk": 128, "heads": 1, "group": 1}, 0, 0)
+    assert [int(part.stored.sum()) for part in found[1:]] == [64, 8]
+
+
+def test_trap_1_an_offset_of_the_tma_added_to_a_tensor_is_moved_twice(ttgirs: dict[str, str]) -> None:
+    found = parts(ttgirs["splatted"], {"L": 512}, 1, 0)[1:]
+    assert [part.o for part in found] == [[128], [192]]
+    assert [int(part.lse[0]) for part in found] == [128, 256]
+
+
+def test_trap_2_rows_that_cannot_be_cut_are_computed_twice(ttgirs: dict[str, str]) -> None:
+    loading, *others = parts(ttgirs["narrow"], {"Lq": LQ, "Lk": LK, "heads": 1, "group": 1}, 0, 0)
+    assert loading.loaded[0] == 256
+    assert [part.o for part in others] == [[256], [256]]
 
 
 def test_a_case_that_asks_for_nothing_is_not_held_to_it() -> None:
