@@ -85,6 +85,43 @@ def hopper_costs(report: dict[str, Any]) -> list[str]:
     return lines
 
 
+STAGES = {
+    "stage1": "TMA and wgmma, everything in turn",
+    "stage2": "+ a warp of its own loads ahead",
+    "stage3": "+ the softmax runs under products: those of the block before, and of the other consumer",
+    "online": "+ any length, persistent grid, acc rescaled only where the maximum rose by much: the full kernel",
+    "freeze": "+ the maximum of the first block, frozen",
+}
+
+
+def hopper_stages(report: dict[str, Any]) -> list[str]:
+    """TFLOP/s of each stage of the forward and the geometric mean of its ratio to cuDNN."""
+    cells = [cell for cell in report["cells"] if cell["cell"].startswith("turns")]
+    heads = []
+    for cell in cells:
+        _, _, d, causal, n = cell["cell"].split()
+        heads.append(f"{_said((int(d), causal == '1', 'bf16'))}, N {n}")
+    lines = [f"| D | what it adds | {' | '.join(heads)} | × cuDNN |", "|---|---|" + "---|" * (len(heads) + 1)]
+    for stage, what in STAGES.items():
+        values = [f"{cell['tflops'][stage]:.0f}" for cell in cells]
+        values.append(f"{_mean(cell['ratios'][f'{stage}/cudnn'] for cell in cells):.2f}")
+        lines.append(f"| `{stage}` | {what} | {' | '.join(values)} |")
+    return lines
+
+
+def compared(report: dict[str, Any], kind: str, names: tuple[str, ...]) -> list[str]:
+    """TFLOP/s of kernels that took turns, each in its fastest tile, a row a setting."""
+    lines = [f"| D, N | {' | '.join(names)} |", "|---|" + "---|" * len(names)]
+    for cell in report["cells"]:
+        _, what, d, causal, n = cell["cell"].split()
+        if what == kind:
+            speeds = cell["tflops"]
+            best = [max(v for tile, v in speeds.items() if tile.partition("@")[0] == name) for name in names]
+            values = " | ".join(f"{value:.0f}" for value in best)
+            lines.append(f"| {_said((int(d), causal == '1', 'bf16'))}, N {n} | {values} |")
+    return lines
+
+
 Setting = tuple[int, bool, str]
 """D, causal, dtype."""
 
@@ -139,9 +176,9 @@ def _mean(ratios: Any) -> float:
 
 def tables(folder: Path) -> dict[str, list[str]]:
     """Every table by the marker under which docs/kernels.md has it."""
-    kernels, forward, backward = (
+    kernels, forward, backward, stages, turns = (
         json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
-        for name in ("kernels", "hopper-forward", "hopper-backward")
+        for name in ("kernels", "hopper-forward", "hopper-backward", "hopper-stages", "hopper-compared")
     )
     return {
         "kernel-speed": speed(kernels),
@@ -149,6 +186,11 @@ def tables(folder: Path) -> dict[str, list[str]]:
         "hopper-forward": hopper_forward(forward),
         "hopper-backward": hopper_backward(backward),
         "hopper-costs": hopper_costs(forward),
+        "hopper-stages": hopper_stages(stages),
+        "compared-v1": compared(turns, "v1", ("v1", "plain", "fa2", "cudnn")),
+        "compared-atomic": compared(
+            turns, "atomic", ("atomic", "plain_backward", "fa2", "onepass", "twopass", "cudnn")
+        ),
     }
 
 

@@ -5,8 +5,8 @@
 
 lane       chapter performance on 24 points, forward and backward, as a user runs it, compilation included: seconds of
            the whole run, ratio to the bundled kernel at each point, and how far the runs so far differ in it
-compare    20 comparisons of an implementation with itself, and 20 with one that takes 10 % longer, by the command
-           `compare --fail-on=5%`: how often it says "slower"
+compare    20 comparisons of an implementation with its run before, and 20 of one that takes 10 % longer with that, by
+           the command `compare --fail-on=5%`: how often it says "slower"
 table      PyTorch's backends, flex_attention and the bundled kernels side by side, by one command
 memory     peak memory of the definition and of the bundled kernels over N (`python -m pytest_flashattn memory`)
 """
@@ -134,14 +134,15 @@ def compare(cases: list[Case], spec: str) -> dict[str, Any]:
     plan = Plan(baseline=None if spec != BUNDLED else "pytest_flashattn.peers:sdpa_flash")
     found: dict[str, Any] = {label: {"exits": [], "verdicts": [], "percent": []} for label in ("same", "slower")}
     with tempfile.TemporaryDirectory() as name, in_force(plan):
-        old, new = Path(name) / "old.json", Path(name) / "new.json"
+        old = Path(name) / "honest-0.json"
+        write(old, honest, cases)
         for number in range(TIMES):
-            write(old, honest, cases)
+            files = {"same": Path(name) / f"honest-{number + 1}.json", "slower": Path(name) / f"slower-{number}.json"}
             for label, subject in (("same", honest), ("slower", slower)):
-                write(new, subject, cases)
+                write(files[label], subject, cases)
                 printed = io.StringIO()
                 with contextlib.redirect_stdout(printed):
-                    status = command(["compare", str(old), str(new), f"--fail-on={LIMIT}"])
+                    status = command(["compare", str(old), str(files[label]), f"--fail-on={LIMIT}"])
                 lines = [
                     line.strip("| ").split("|")
                     for line in printed.getvalue().splitlines()
@@ -150,6 +151,7 @@ def compare(cases: list[Case], spec: str) -> dict[str, Any]:
                 found[label]["exits"].append(status)
                 found[label]["verdicts"] += [line[-1].strip() for line in lines]
                 found[label]["percent"] += [float(line[-3].strip().rstrip("%")) for line in lines]
+            old = files["same"]
             said = {label: dict(Counter(of["verdicts"])) for label, of in found.items()}
             print(f"compare {number + 1}/{TIMES}: {said}", flush=True)
     about = {"implementation": spec, "baseline": plan.baseline or "bundled", "cases": [case.id for case in cases]}
