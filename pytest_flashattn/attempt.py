@@ -15,6 +15,7 @@ from torch import Tensor
 from .diagnosis import notebook
 from .implementation import Implementation, ImplementationError, Unsupported
 from .inputs import Inputs, output_dtype
+from .memory import exhausted
 
 Outputs = dict[str, Tensor]
 
@@ -71,9 +72,9 @@ def backward(
             )
     except NotImplementedError as error:
         raise Unsupported(f"in backward: {implementation.raised(error)}") from error
-    except (torch.OutOfMemoryError, MemoryError):
-        raise
     except Exception as error:
+        if exhausted(error):
+            raise
         raise ImplementationError(f"in backward: {implementation.raised(error)}") from error
     _settle(implementation, *gradients)
     _unchanged(inputs, before)
@@ -116,9 +117,9 @@ def _settle(implementation: Implementation, *results: Tensor | None) -> None:
     try:
         read = [x.detach().clone() for x in given]
         torch.cuda.synchronize(implementation.device)
-    except torch.OutOfMemoryError:
-        raise
     except RuntimeError as error:
+        if exhausted(error):
+            raise
         raise ImplementationError(f"after the call the device reports {implementation.raised(error)}") from error
     if not all(bool(((a == b) | (a.isnan() & b.isnan())).all()) for a, b in zip(read, given, strict=True)):
         raise ImplementationError(

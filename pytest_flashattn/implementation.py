@@ -26,6 +26,7 @@ from torch import Tensor
 from .conventions import Convention, declared, layers, relayout
 from .features import DTYPES, FEATURES, FP8
 from .known_apis import CONVENTIONS, infer
+from .memory import exhausted
 from .support import Support
 
 
@@ -98,11 +99,11 @@ class Implementation:
         try:
             with _ignoring(self.convention.ignore_warning):
                 returned = self.function(*positional, **keywords)
-        except (MemoryError, torch.OutOfMemoryError):
-            raise
         except NotImplementedError as error:
             raise Unsupported(self.raised(error)) from error
         except Exception as error:
+            if exhausted(error):
+                raise
             raise ImplementationError(self.raised(error)) from error
 
         out, lse = self._unpack(returned, return_lse)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import torch
@@ -10,6 +11,9 @@ from .cases import Case
 from .layouts import FAR
 
 GIB = 1 << 30
+
+NO_MEMORY = re.compile(r"CUDA[^\n]*: out of memory")
+"""How the driver says it, through whoever asked it for memory: loading a compiled kernel takes some too."""
 
 
 def needed(case: Case) -> int:
@@ -49,3 +53,10 @@ def shortage(case: Case, device: torch.device) -> str | None:
     if available is None or (need := needed(case)) <= available:
         return None
     return f"needs about {need / GIB:.1f} GiB on {device}, {available / GIB:.1f} GiB are free"
+
+
+def exhausted(error: Exception) -> bool:
+    """Whether it is of memory that ran out, which is no verdict on who asked for it."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and bool(NO_MEMORY.search(str(error)))

@@ -17,7 +17,7 @@ from .checks.registry import Function, find
 from .diagnosis import notebook
 from .features import FP8
 from .implementation import Implementation, ImplementationError, Unsupported, present
-from .memory import shortage
+from .memory import exhausted, shortage
 from .verdict import Verdict
 
 
@@ -59,7 +59,9 @@ def _run(function: Function, implementation: Implementation, case: Case) -> Verd
         return Verdict("declared", str(gap))
     except ImplementationError as fault:
         return Verdict.failed(str(fault))
-    except (torch.OutOfMemoryError, MemoryError) as error:
+    except (RuntimeError, MemoryError) as error:
+        if not exhausted(error):
+            raise
         return Verdict("unmet", f"ran out of memory on {implementation.device}: {str(error).splitlines()[0]}")
 
 

@@ -12,6 +12,7 @@ from ..cases import Case
 from ..implementation import Implementation, ImplementationError, Unsupported
 from ..inputs import TORCH_DTYPES, Inputs, make_inputs
 from ..layouts import place
+from ..memory import exhausted
 
 SLOTS = 2
 """Memory of the inputs in rotation: results that were kept by address are found out in the round after next."""
@@ -124,9 +125,9 @@ class Subject:
             return torch.autograd.grad(o, (inputs.q, inputs.k, inputs.v), inputs.dout)
         except NotImplementedError as error:
             raise Unsupported(f"in backward: {self.implementation.raised(error)}") from error
-        except (torch.OutOfMemoryError, MemoryError):
-            raise
         except Exception as error:
+            if exhausted(error):
+                raise
             raise ImplementationError(f"in backward: {self.implementation.raised(error)}") from error
 
 
