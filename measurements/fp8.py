@@ -12,9 +12,10 @@ speed       16k tokens, hidden 2048, D 64, 128, 256, causal and not, N 512 … 1
             turns, cold L2, ratios to the bf16 forward and to the FP8 peers that could be had: cuDNN through its Python
             frontend, FlashAttention-3. "with quantisers" quantises q, k and v first, q and k rotated where "rotated".
 tiles       the Hopper forward in other tiles, as a share of the table's speed.
-quantisers  bytes that must move, over time, as a share of what copying bf16 reaches.
+quantisers  bytes that must move, over time, as a share of what copying bf16 reaches; by block also in other tiles.
 
-Cells run in worker processes (cells.py); those of `check` and of compiling ahead of `speed` side by side.
+Cells run in worker processes (cells.py); those of `check`, and those that compile ahead of `speed` and `tiles`, side by
+side.
 """
 
 from __future__ import annotations
@@ -76,10 +77,15 @@ def tile_cells() -> list[str]:
     return [f"tiles {d} {causal} {n} block" for n in (8192, 2048) for d, causal in PROBLEMS]
 
 
+def compile_cells() -> list[str]:
+    """compile D CAUSAL NUMBER: one for each kernel that the tiles need."""
+    return [f"compile {d} {causal} {number}" for number in range(len(candidates(128))) for d, causal in PROBLEMS]
+
+
 def quantiser_cells() -> list[str]:
     """quantise D PER HOW: how: "rows", "columns" (transposed), "rotated"."""
     hows = ("rows", "columns", "rotated")
-    return [f"quantise {d} {per} {how}" for d in (64, 128, 256) for per in PERS for how in hows]
+    return [f"quantise {d} {per} {how}" for per in reversed(PERS) for d in (128, 64, 256) for how in hows]
 
 
 def run_cell(cell: str) -> Answer:
@@ -88,6 +94,8 @@ def run_cell(cell: str) -> Answer:
         return {"check": check, "repeat": repeat}[kind](*words)
     if kind == "quantise":
         return quantisers(int(words[0]), *words[1:])
+    if kind == "compile":
+        return compiled(*map(int, words))
     d, causal, n, per = words
     what: dict[str, Callable[..., Answer]] = {"warm": warm, "speed": speed, "tiles": tiles}
     return what[kind](int(d), bool(int(causal)), int(n), per)
@@ -176,6 +184,7 @@ def warm(d: int, causal: bool, n: int, per: str) -> Answer:
 
     from reference_kernels.fp8 import random_signs
     from reference_kernels.hopper import forward
+    from reference_kernels.hopper.configs import lookup
 
     x = tensors(d, n, "bf16", batch=1)
     options = {"scale": d**-0.5, "causal": causal}
@@ -183,7 +192,8 @@ def warm(d: int, causal: bool, n: int, per: str) -> Answer:
         arguments = quantised(x, per, signs)
     for form in forms_of(d):
         kernel_named(form)(**arguments, **options)
-    forward(*x, causal=causal)
+    for length in LENGTHS:
+        forward(*x, causal=causal, config=lookup(d, causal=causal, lq=length, lk=length))
     torch.cuda.synchronize()
     return {"ok": True}
 
@@ -209,25 +219,26 @@ def speed(d: int, causal: bool, n: int, per: str) -> Answer:
         form: partial(kernel_named(form), **arguments, **options) for form in forms_of(d)
     }
     best = forms_of(d)[0]
-    ours = list(calls)
-    calls |= fp8_peers.available(quantised(x, "tensor"), **options)
-    peers = [name for name in calls if name not in ours]
+    peers = fp8_peers.available(quantised(x, "tensor"), **options)
     wide = [dequantise(arguments[name], arguments[f"{name}_descale"], torch.bfloat16) for name in "qkv"]
     want = forward(*wide, causal=causal)[0].float()
-    off = {name: float((call()[0].float() - want).norm() / want.norm()) for name, call in calls.items()}
+    outputs = {name: call()[0].float() for name, call in calls.items()}
+    outputs |= {name: o.float() * worth for name, (o, worth) in ((name, call()) for name, call in peers.items())}
+    off = {name: float((o - want).norm() / want.norm()) for name, o in outputs.items()}
+    right = all(off[name] < 0.05 for name in calls)
+    del outputs, want, wide
+    calls |= peers
     calls["bf16"] = partial(forward, *x, causal=causal)
     calls[f"{best}, with quantisers"] = lambda: kernel_named(best)(**quantised(x, per), **options)
     calls[f"{best}, rotated, with quantisers"] = lambda: kernel_named(best)(**quantised(x, per, signs), **options)
     times = Clock().medians(calls)
     tflops = {name: round(flops_of(x[0], causal) / ms / 1e9, 1) for name, ms in times.items()}
-    ratios = {
-        f"{name}/{other}": round(times[other] / times[name], 4)
-        for name in times
-        if name != "bf16" and name not in peers
-        for other in ("bf16", *peers)
-    }
+    ours = [name for name in times if name != "bf16" and name not in peers]
+    ratios = {f"{name}/{other}": round(times[other] / times[name], 4) for name in ours for other in ("bf16", *peers)}
+    if peers:
+        fastest = min(times[name] for name in peers)
+        ratios |= {f"{name}/best peer": round(fastest / times[name], 4) for name in ours}
     torch.cuda.synchronize()
-    right = all(off[name] < 0.05 for name in ours)
     return {"ok": right, "tflops": tflops, "ratios": ratios, "off": off, "ms": times}
 
 
@@ -248,6 +259,20 @@ def candidates(d: int) -> dict[str, Any]:
     return {name: config for config, name in {config: name for name, config in reversed(found.items())}.items()}
 
 
+def compiled(d: int, causal: int, number: int) -> Answer:
+    """Compile candidate `number` for the two lengths of the tiles, into the cache on disk, by a small call."""
+    import torch
+
+    from reference_kernels.fp8.hopper import launch
+
+    configs = list(candidates(d).values())
+    if number < len(configs):
+        arguments = quantised(tensors(d, 512, "bf16", batch=1), "block")
+        launch.forward(**arguments, scale=d**-0.5, causal=bool(causal), config=configs[number])
+        torch.cuda.synchronize()
+    return {"ok": True}
+
+
 def tiles(d: int, causal: bool, n: int, per: str) -> Answer:
     """TFLOP/s of the candidates; ratios to the table's."""
     from kernels import Clock
@@ -262,8 +287,25 @@ def tiles(d: int, causal: bool, n: int, per: str) -> Answer:
     return {"ok": True, "tflops": tflops, "ratios": {f"{y}/table": round(times["table"] / times[y], 4) for y in times}}
 
 
+def quantiser_candidates(d: int, how: str) -> dict[str, Any]:
+    """Tiles of the quantiser by name: the table's, and those that differ from it and from each other."""
+    from reference_kernels.fp8.configs import QUANTISERS, QuantiserConfig
+    from reference_kernels.fp8.quantiser import BLOCK, tile
+
+    found = {"table": QUANTISERS[how][d]}
+    for part in (64, 128) if how == "rotated" else (64,):
+        for elements in (32, 64, 128):
+            found[f"{elements} a thread" + f", parts of {part}" * (how == "rotated")] = QuantiserConfig(elements, part)
+    by_tile = {tuple(tile(c, d, BLOCK, rotated=how == "rotated").items()): name for name, c in reversed(found.items())}
+    return {name: found[name] for name in found if name in by_tile.values()}
+
+
 def quantisers(d: int, per: str, how: str) -> Answer:
-    """GB/s of one quantiser, and of copying, on a tensor of 16k tokens, hidden 2048; bytes that must move: 3 and 4."""
+    """GB/s of one quantiser, and of copying, on a tensor of 16k tokens, hidden 2048.
+
+    Bytes that must move: of a copy 4 an element, of scales by block 3, and 5 where the scale is that of more than a
+    block, and x has to be read twice.
+    """
     import torch
     from kernels import Clock
 
@@ -272,13 +314,16 @@ def quantisers(d: int, per: str, how: str) -> Answer:
     x = tensors(d, 8192, "bf16")[0]
     other = torch.empty_like(x)
     signs = random_signs(d, "cuda") if how == "rotated" else None
+    configs = quantiser_candidates(d, how) if per == "block" else {"table": None}
+    options: dict[str, Any] = {"per": per, "signs": signs, "transposed": how == "columns"}
     calls: dict[str, Callable[[], Any]] = {
-        "quantise": partial(quantise, x, per=per, signs=signs, transposed=how == "columns"),  # type: ignore[arg-type]
-        "copy": partial(other.copy_, x),
+        name: partial(quantise, x, **options, config=config) for name, config in configs.items()
     }
-    times = Clock().medians(calls)
-    rates = {name: round(x.numel() * size / times[name] / 1e6, 1) for name, size in (("quantise", 3), ("copy", 4))}
-    return {"ok": True, "gbps": rates, "share of copy": round(rates["quantise"] / rates["copy"], 3), "ms": times}
+    times = Clock().medians(calls | {"copy": partial(other.copy_, x)})
+    size = {"copy": 4} | dict.fromkeys(configs, 3 if per == "block" else 5)
+    rates = {name: round(x.numel() * size[name] / ms / 1e6, 1) for name, ms in times.items()}
+    shares = {name: round(rates[name] / rates["copy"], 3) for name in configs}
+    return {"ok": True, "gbps": rates, "shares of copy": shares, "ms": times}
 
 
 def summary(answers: list[Answer]) -> dict[str, Any]:
@@ -293,8 +338,8 @@ def summary(answers: list[Answer]) -> dict[str, Any]:
                 groups += [f"{kind} {per} {name} N >= 4096"] if int(n) >= 4096 else []
                 for group in groups:
                     ratios.setdefault(group, []).append(value)
-        if "share of copy" in answer:
-            ratios.setdefault(f"{kind} {words[1]} {words[2]} / copy", []).append(answer["share of copy"])
+        for name, share in answer.get("shares of copy", {}).items():
+            ratios.setdefault(f"{kind} {words[1]} {words[2]} {name} / copy d{words[0]}", []).append(share)
     return counted(answers, ratios)
 
 
@@ -305,7 +350,7 @@ SCRIPT = Script(
     answer=run_cell,
     summary=summary,
     side_by_side=frozenset({"check"}),
-    ahead={"speed": warm_cells},
+    ahead={"speed": warm_cells, "tiles": compile_cells},
 )
 
 if __name__ == "__main__":

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import triton
 
 from ..cases import CompileCase, specialise
-from .configs import OLDEST, lookup
+from .configs import OLDEST, QuantiserConfig, lookup, quantiser_config
 from .forward import forward_kernel
-from .quantiser import BLOCK, quantise_kernel, warps
+from .quantiser import BLOCK, quantise_kernel, tile
 
 # What multiplies two E4M3 tiles. PTX names the formats of mma.sync and wgmma; tcgen05 has them in a descriptor.
 PRODUCTS: Mapping[int, str] = {89: "mma.sync e4m3", 90: "wgmma e4m3", 100: "tcgen05 f8f6f4", 120: "mma.sync e4m3"}
@@ -63,31 +63,37 @@ def forward_case(
 
 
 def quantiser_case(
-    source: str, target: str, d: int, *, per: str = "block", rotate: bool = False, transposed: bool = False
+    source: str,
+    target: str,
+    d: int,
+    *,
+    per: str = "block",
+    rotate: bool = False,
+    transposed: bool = False,
+    config: QuantiserConfig | None = None,
 ) -> Fp8Case:
     """The quantiser, from "bf16" to "e4m3". per: "amax" is the pass that only measures, "given" the one after it."""
     measures = per == "amax"
     pointers = {"x": source} | ({"signs": "fp32"} if rotate else {})
-    block_d = triton.next_power_of_2(d)
-    constants: dict[str, object] = {"D": d, "BLOCK_D": block_d, "ROWS": BLOCK, "WIDE": False}
+    options = tile(config or quantiser_config(d, rotated=rotate, transposed=transposed), d, BLOCK, rotated=rotate)
+    num_warps = options.pop("num_warps")
+    constants: dict[str, object] = {**options, "PADDED": transposed, "WIDE": False}
     constants |= {} if rotate else {"signs": None}
     scalars = {"descale_b": "i32", "descale_h": "i32", "largest": "fp32"}
     if measures:
+        constants["PADDED"] = False
         pointers["amax"] = "fp32"
         constants |= {"y": None, "descale": None, "descale_n": None}
     else:
         pointers |= {"y": {"e4m3": "fp8e4nv", "e5m2": "fp8e5"}[target], "descale": "fp32"}
-        constants["amax"] = None
-        if per == "block":
-            scalars["descale_n"] = "i32"
-        else:
-            constants["descale_n"] = None
+        constants |= {"amax": None, "descale_n": 1} if per == "block" else {"descale_n": None}
+        pointers |= {} if per == "block" else {"amax": "fp32"}
     if transposed:
         constants["y_l"], scalars["y_d"] = 1, "i32:16"
     said = [word for word, on in ((per, per != "block"), ("rotated", rotate), ("transposed", transposed)) if on]
     made = specialise(
         "-".join(["fp8-quantise", source, target, f"d{d}", *said]), quantise_kernel, pointers, constants, scalars,
-        num_warps=warps(BLOCK, block_d), num_stages=1,
+        num_warps=num_warps, num_stages=3,
     )  # fmt: skip
     return _case(made, ())
 

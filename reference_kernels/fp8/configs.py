@@ -7,6 +7,8 @@ bounds a row. Chosen by what compiles without spills; not measured.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 
@@ -37,3 +39,28 @@ def config_for(x: torch.Tensor, d: int) -> Config:
         return INTERPRETER
     major, minor = torch.cuda.get_device_capability(x.device)
     return lookup(10 * major + minor, d)
+
+
+@dataclass(frozen=True)
+class QuantiserConfig:
+    """elements: of a tile for each thread, which gives the warps. part: columns of a rotation's matrix product."""
+
+    elements: int
+    part: int = 64
+
+
+QUANTISERS: dict[str, dict[int, QuantiserConfig]] = {
+    "rows": {d: QuantiserConfig(64) for d in (64, 128, 256)},
+    "columns": {d: QuantiserConfig(64) for d in (64, 128, 256)},
+    "rotated": {64: QuantiserConfig(64), 128: QuantiserConfig(64), 256: QuantiserConfig(128)},
+}
+"""Of the quantiser, by what it does and head dimension; rotated columns are "rotated". Chosen by what compiles without
+spills, for every architecture; not measured."""
+
+MOST_WARPS = 16
+
+
+def quantiser_config(d: int, *, rotated: bool, transposed: bool) -> QuantiserConfig:
+    """The row for a head dimension up to 256."""
+    rows = QUANTISERS["rotated" if rotated else "columns" if transposed else "rows"]
+    return rows[min(row for row in rows if row >= d)]

@@ -7,10 +7,15 @@ that is far larger than the others, as models have them, no longer decides the s
 rotation each of its D coordinates has a share of it, and the scale falls by up to sqrt(D). The random signs keep inputs
 that happen to be aligned with H from becoming such a channel themselves. (QuaRot and FlashAttention-3 do the same.)
 
-H of order D = 64 r is the Kronecker product of H of order r and of order 64. The inner one is a matrix product: signs
-times 16-bit numbers are exact, and their sums are float32. The outer one is log2(r) levels of additions.
+H of order D = p c is the Kronecker product of H of order p and of order c: with the columns of x in p parts of c,
 
-Accumulators: float32, rounded once after the last level.
+    part i of x' = sum_j H_ij (x S)_j H_c / sqrt(D)
+
+H_c is a matrix product, on tensor cores: signs times 16-bit numbers are exact, and their sums are float32. S goes into
+its matrix. H of order p, 1, 2 or 4, is additions of whole tiles, number by number: nothing changes its place among
+threads. The whole as one product would be D / c times the work, its steps as additions log2 D shuffles of a tile.
+
+Accumulators: float32; 1 / sqrt(D) is left to the caller, who scales anyway.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..tiles import dot, rounded, widened
+from ..tiles import rounded
 
 HEAD_DIMS = (64, 128, 256)
 
@@ -32,29 +37,12 @@ def random_signs(d: int, device: torch.device | str = "cpu", *, seed: int = 0) -
 
 
 @triton.jit
-def rotated(x, signs, ROWS: tl.constexpr, D: tl.constexpr):
-    """x (ROWS, D), 16 bits, times S H / sqrt(D), float32. signs: pointer to D float32."""
-    DTYPE: tl.constexpr = x.dtype
-    sign = tl.load(signs + tl.arange(0, D))[None, :]
-    x = rounded(widened(x) * sign, DTYPE)
-    # (64, 64): the parity of the bits that row and column have in common.
-    common = tl.arange(0, 64)[:, None] & tl.arange(0, 64)[None, :]
+def signed_matrix(signs, C: tl.constexpr, DTYPE: tl.constexpr):
+    """S H of order C, at most 256, in DTYPE, exactly. signs: pointer to C float32."""
+    # The parity of the bits that row and column have in common.
+    common = tl.arange(0, C)[:, None] & tl.arange(0, C)[None, :]
     common ^= common >> 4
     common ^= common >> 2
     common ^= common >> 1
-    h = rounded(1.0 - 2.0 * (common & 1).to(tl.float32), DTYPE)
-    # (ROWS * D / 64, 64)
-    y = dot(tl.reshape(x, [ROWS * D // 64, 64]), h, None, "ieee")
-    if D >= 128:
-        y = _level(y, ROWS, D, 64)
-    if D >= 256:
-        y = _level(y, ROWS, D, 128)
-    return tl.reshape(y, [ROWS, D]) * (1.0 / tl.sqrt(D * 1.0))
-
-
-@triton.jit
-def _level(y, ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr):
-    """Sums and differences of neighbouring groups of WIDTH columns."""
-    PAIRS: tl.constexpr = ROWS * D // (2 * WIDTH)
-    a, b = tl.split(tl.permute(tl.reshape(y, [PAIRS, 2, WIDTH]), (0, 2, 1)))
-    return tl.permute(tl.join(a + b, a - b), (0, 2, 1))
+    sign = tl.load(signs + tl.arange(0, C)[:, None])  # (C, 1)
+    return rounded(tl.where((common & 1) == 0, sign, -sign), DTYPE)

@@ -12,6 +12,8 @@ from reference_kernels.fp8 import cases as plain
 from reference_kernels.fp8.hopper import cases
 from reference_kernels.fp8.hopper.configs import TABLE
 from reference_kernels.fp8.hopper.launch import fixed, supports
+from reference_kernels.hopper import backward as hopper_backward
+from reference_kernels.hopper import cases as hopper_forward
 
 
 def _like(*shape: int, dtype: torch.dtype = torch.float8_e4m3fn) -> torch.Tensor:
@@ -76,6 +78,24 @@ def test_the_lane_misses_products_in_16_bits() -> None:
     case = plain.forward_case("e4m3", 64)
     result = compiling.Compiled(case.name, 90, 4, instructions=case.instructions, counts={"wgmma": 8})
     assert compiling.violations(result) == [f"{case.name} for sm_90 has no wgmma e4m3 instruction."]
+
+
+def test_a_launch_makes_no_constant_of_an_argument_that_is_1() -> None:
+    """Triton specialises an integer of 1, and an aggregate's field, a tensor, takes no constant.
+
+    So no integer of a kernel in Gluon may be left to be specialised: strides, heads and lengths are all 1 somewhere.
+    """
+    seen = set()
+    for case in [*cases.compile_cases(90), *hopper_forward.compile_cases(90), *hopper_backward.compile_cases(90)]:
+        seen.add(case.kernel.fn.__module__)
+        left = [
+            parameter.name
+            for parameter in case.kernel.params
+            if case.signature[parameter.name] in ("i32", "constexpr")
+            and not (parameter.is_constexpr or parameter.do_not_specialize)
+        ]
+        assert left == [], f"{case.name} would be launched with constants for them"
+    assert len(seen) == 9, seen
 
 
 def test_every_case_is_listed_for_its_architectures() -> None:

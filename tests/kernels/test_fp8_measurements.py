@@ -7,23 +7,26 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "measurements"))
 import fp8
+import fp8_peers
 
 from pytest_flashattn.cases import Case
 from pytest_flashattn.inputs import make_inputs
+from reference_kernels.fp8.configs import QUANTISERS
 from reference_kernels.fp8.hopper.configs import TABLE
 from reference_kernels.fp8.hopper.launch import supports
-from reference_kernels.fp8.quantiser import BLOCK, by_columns
+from reference_kernels.fp8.quantiser import BLOCK, by_columns, tile
 
 
 @pytest.mark.parametrize("part", fp8.SCRIPT.parts)
 def test_cells_are_distinct_and_have_a_function(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    for name in ("check", "repeat", "warm", "speed", "tiles", "quantisers"):
+    for name in ("check", "repeat", "warm", "speed", "compiled", "tiles", "quantisers"):
         signature = inspect.signature(getattr(fp8, name))
         monkeypatch.setattr(fp8, name, lambda *words, s=signature: asked.append(s.bind(*words)) or {"ok": True})
     planned = [*fp8.SCRIPT.parts[part](), *fp8.SCRIPT.ahead.get(part, list)()]
@@ -54,6 +57,41 @@ def test_columns_are_as_the_quantiser_stores_them() -> None:
     v = by_columns(x)
     assert (v.float() == x.float()).all()
     assert v.stride() == (2 * 64 * 48, 64 * 48, 1, 48)
+
+
+def test_every_candidate_is_compiled_ahead() -> None:
+    assert {int(cell.split()[3]) for cell in fp8.compile_cells()} >= set(
+        range(max(len(fp8.candidates(d)) for d in TABLE))
+    )
+
+
+def test_quantisers_are_timed_in_tiles_that_differ() -> None:
+    for how, by_dim in QUANTISERS.items():
+        for d, config in by_dim.items():
+            found = fp8.quantiser_candidates(d, how)
+            assert found["table"] == config
+            tiles = [tuple(tile(c, d, BLOCK, rotated=how == "rotated").values()) for c in found.values()]
+            assert len(set(tiles)) == len(tiles) > 1, (how, d)
+
+
+def test_the_summary_keeps_widths_apart() -> None:
+    cells = [f"quantise {d} block rows" for d in (64, 128)]
+    answers = [{"cell": cell, "ok": True, "shares of copy": {"table": 0.5 + 0.1 * n}} for n, cell in enumerate(cells)]
+    found = fp8.summary(answers)
+    assert found["quantise block rows table / copy d64"]["least"] == 0.5
+    assert found["quantise block rows table / copy d128"]["least"] == 0.6
+
+
+def test_a_peer_that_cannot_be_had_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("cudnn", "flash_attn_interface"):
+        monkeypatch.setitem(sys.modules, module, None)
+    x = torch.zeros(1, 1, 16, 64).to(torch.float8_e4m3fn)
+    arguments = {"q": x, "k": x, "v": x} | {f"{name}_descale": torch.ones(()) for name in "qkv"}
+    assert fp8_peers.available(arguments, scale=1.0, causal=False) == {}
+    said = capsys.readouterr().err
+    assert all(f"no {name}: " in said for name in ("cudnn fp8", "cudnn fp8, no amax", "fa3 fp8"))
 
 
 def test_candidates_are_other_tiles() -> None:

@@ -62,6 +62,9 @@ for dtype, per, d in itertools.product((torch.float8_e4m3fn, torch.float8_e5m2),
     turned = quantise(x, dtype=dtype, per=per, transposed=True)
     assert turned.stored.stride(2) == 1 and turned.stored.stride(3) == 160
     assert torch.equal(turned.stored.float(), stored.float()) and torch.equal(turned.descale, descale)
+    assert dequantise(*turned, torch.bfloat16).is_contiguous(), "as the 16-bit kernels want it"
+    room = turned.stored.as_strided((2, 3, d, 160), (3 * d * 160, d * 160, 160, 1)).float()
+    assert not room[..., 150:].any(), "the padding, which is written too"
     strided = quantise(x.transpose(1, 2).contiguous().transpose(1, 2), dtype=dtype, per=per, block=32)
     if per == "block":
         assert torch.equal(strided.descale, by_definition(x, dtype, per=per, block=32).descale)
@@ -105,6 +108,7 @@ def test_a_rotation_is_that_of_the_oracles_and_spreads_a_channel() -> None:
 import torch
 from oracles.quantise import random_signs as oracle_signs, rotate
 from reference_kernels.fp8 import dequantise, quantise, random_signs
+from reference_kernels.fp8.configs import QuantiserConfig
 
 torch.manual_seed(0)
 for d in (64, 128, 256):
@@ -120,7 +124,47 @@ for d in (64, 128, 256):
         assert (descale.reshape(1, 2) / most - 1).abs().max() < 1e-6, d
         assert (dequantise(stored, descale) - true).norm() < 0.03 * true.norm(), d
         assert descale.max() < 0.6 * plain.descale.max(), "the large channel decides no longer"
+    turned = quantise(x, signs=signs, transposed=True)
+    other = quantise(x, signs=signs, config=QuantiserConfig(64, part=min(d, 128)))
+    stored = quantise(x, signs=signs).stored.float()
+    assert torch.equal(turned.stored.float(), stored)
+    # In parts of other widths the sums round elsewhere: a number next to the middle of two may go to the other.
+    assert (other.stored.float() != stored).float().mean() < 1e-2
+    assert ((other.stored.float() - stored).abs() <= stored.abs() / 8 + 2.0**-9).all()
 """
+    )
+
+
+def test_stores_are_16_bytes_wide() -> None:
+    """Rows and columns alike: a byte a thread is what a store of columns becomes if its mask may end anywhere."""
+    check(
+        """
+import re, triton
+from triton.backends.compiler import GPUTarget
+from reference_kernels.compiling.worker import NoDevice
+from reference_kernels.fp8.cases import quantiser_case
+
+target = GPUTarget("cuda", 90, 32)
+triton.runtime.driver.set_active(NoDevice(target))
+for d in (64, 128, 256):
+    for options in ({}, {"transposed": True}, {"rotate": True}, {"per": "given", "transposed": True}):
+        case = quantiser_case("bf16", "e4m3", d, **options)
+        kinds = {n: case.signature[n].partition(":") for n in case.kernel.arg_names}
+        hints = {
+            (i,): [["tt.divisibility", 16]]
+            for i, (kind, _, hint) in enumerate(kinds.values())
+            if hint or kind.startswith("*")
+        }
+        source = triton.compiler.ASTSource(
+            case.kernel, {n: kind for n, (kind, _, _) in kinds.items()}, dict(case.constexprs), hints
+        )
+        built = triton.compile(source, target=target, options={"num_warps": case.num_warps})
+        stores = set(re.findall(r"st\\.global\\.(\\S+)", built.asm["ptx"]))
+        loads = set(re.findall(r"ld\\.global\\.(\\S+)", built.asm["ptx"]))
+        assert stores == {"v4.b32", "b32"}, (case.name, stores)
+        assert "v4.b32" in loads and not loads & {"b8", "b16"}, (case.name, loads)
+""",
+        interpret=False,
     )
 
 

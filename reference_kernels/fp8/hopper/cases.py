@@ -30,21 +30,29 @@ def descriptor_type(dtype: str, rows: int, columns: int) -> str:
 def forward_case(
     d: int, config: Fp8Config, *, causal: bool = False, blocks: bool = False, lq: int = 768, lk: int = 768
 ) -> HopperCase:
-    """The kernel for one head dimension and tile. blocks: V's scales are by block. lq, lk: whether they make tails."""
+    """The kernel for one head dimension and tile. blocks: V's scales are by block. lq, lk: whether they make tails.
+
+    An integer that a launch may specialise is a constant here, as it is there where its value is 1.
+    """
     constants = fixed(d, config, causal=causal, lq=lq, lk=lk, by_blocks=blocks)
     types = {
         "q": descriptor_type("fp8e4nv", 64, d), "k": descriptor_type("fp8e4nv", config.block_n, d),
         "v": descriptor_type("fp8e4nv", d, config.block_n), "o": descriptor_type("bf16", 64, d),
         "lse": "*fp32", "tiles": "*i64", "starts": "*i32", "scale": "fp32",
     } | dict.fromkeys(("qs", "ks", "vs", "top"), "*fp32")  # fmt: skip
+    plain = [p for p in forward_kernel.params if p.name not in constants and p.name not in types]
+    ones = {p.name: 1 for p in plain if not p.do_not_specialize}
     signature = {
-        name: "constexpr" if name in constants else types.get(name, "i32") for name in forward_kernel.arg_names
+        name: "constexpr" if name in constants or name in ones else types.get(name, "i32")
+        for name in forward_kernel.arg_names
     }
     said = [f"{config.block_m}x{config.block_n}", "causal" if causal else "dense"]
     said += ["blocks"] if blocks else []
     said += [word for word, constant in (("tail", "TAIL"), ("diagonals", "DIAGONALS")) if constants[constant]]
     name = "-".join(["fp8-hopper", f"d{d}", *said])
-    return HopperCase(name, forward_kernel, signature, constants, num_warps=4, num_stages=1, instructions=INSTRUCTIONS)
+    return HopperCase(
+        name, forward_kernel, signature, constants | ones, num_warps=4, num_stages=1, instructions=INSTRUCTIONS
+    )
 
 
 def compile_cases(capability: int) -> list[HopperCase]:

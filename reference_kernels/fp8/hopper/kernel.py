@@ -17,7 +17,12 @@ def producer(q, k, v, queries, keys, values, work, CONFIG: gl.constexpr, CAUSAL:
     load_tiles(q, k, v, queries, keys, values, work, work.end, 0, 0, CONFIG, CAUSAL)
 
 
-@gluon.jit(do_not_specialize=["heads", "Lq", "Lk"])
+# A launch makes a constant of an integer argument that is 1, as strides of descales often are; an aggregate's field, a
+# tensor, takes none.
+DESCALE_STRIDES = [f"{x}_{axis}" for x in ("qs", "ks", "vs") for axis in "bhn"] + ["top_b", "top_h"]
+
+
+@gluon.jit(do_not_specialize=["heads", "Lq", "Lk", *DESCALE_STRIDES])
 def forward_kernel(
     q, k, v, o, lse, tiles, starts,
     qs, qs_b, qs_h, qs_n, ks, ks_b, ks_h, ks_n, vs, vs_b, vs_h, vs_n, top, top_b, top_h,
