@@ -11,7 +11,7 @@ import torch
 from .. import implementation as implementations
 from ..cases import Case
 from ..implementation import Implementation, ImplementationError
-from ..memory import shortage
+from ..memory import exhausted, shortage
 from ..verdict import Measure, Verdict
 from . import clock, devices, interval, machine, pairing, thresholds, work
 from .pairing import Samples
@@ -35,7 +35,9 @@ def timed(implementation: Implementation, case: Case, direction: str) -> Verdict
         peer = _peer(plan.baseline, implementation, values, direction)
         samples.append(Samples(first=pairing.first_call(ticks, peer)))
         subjects.append(peer)
-    except (_NoPeer, ImplementationError, torch.OutOfMemoryError, MemoryError) as error:
+    except (_NoPeer, ImplementationError, RuntimeError, MemoryError) as error:
+        if isinstance(error, RuntimeError) and not exhausted(error):
+            raise
         why_not = str(error).splitlines()[0]
     verification = Verification(*subjects)
     pairing.take_turns(ticks, subjects, samples, plan, verification)
