@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ._exponents import ldexp
 from ._heads import fold, unfold
 from .arithmetic import Arithmetic
 from .spec import AttentionSpec, as4d, reduce_to, region, take
@@ -349,7 +350,7 @@ def _lost_in_fp8(p: Tensor, peak: Tensor, a: Arithmetic) -> Tensor:
 def _round(x: Tensor, u: float) -> Tensor:
     """x to the nearest number of unit roundoff u (a power of two), without limits of the exponent."""
     mantissa, exponent = torch.frexp(x)
-    return torch.ldexp((mantissa / u).round_().mul_(u), exponent)
+    return ldexp((mantissa / u).round_().mul_(u), exponent)
 
 
 def _lost(x: Tensor, a: Arithmetic, underflow: float = 0.0) -> Tensor:

@@ -24,6 +24,7 @@ import math
 import torch
 from torch import Tensor
 
+from ._exponents import ldexp
 from ._heads import fold, unfold
 
 BITS = 14
@@ -47,7 +48,7 @@ def add_products(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
 def _kept(x: Tensor, exponent: Tensor | None = None) -> Tensor:
     """x without what lies below its last bit kept, where a number of this exponent (None: its own) has its first."""
     shift = (torch.frexp(x)[1] if exponent is None else exponent) - BITS
-    return torch.ldexp(torch.ldexp(x, -shift).trunc_(), shift)
+    return ldexp(ldexp(x, -shift).trunc_(), shift)
 
 
 def lost_scores(q: Tensor, k: Tensor, s: Tensor, scale: float, unit: float) -> Tensor:
