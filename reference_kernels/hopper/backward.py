@@ -267,7 +267,7 @@ def compile_case(
     return HopperCase(name, function, signature, constants, num_warps=4, num_stages=1)
 
 
-# Each kernel and head dimension, most of them with a mask, once.
+# Each kernel and head dimension, most of them with a mask, once; at D = 256 also what spills most.
 ALWAYS = {
     "hopper-onepass-fp16-d64-ragged",
     "hopper-dq-bf16-d64-causal",
@@ -276,18 +276,18 @@ ALWAYS = {
     "hopper-dq-fp16-d128-ragged",
     "hopper-dkv-fp16-d256-ragged",
     "hopper-dq-bf16-d256-causal",
+    "hopper-dkv-bf16-d256-causal-ragged-grouped",
+    "hopper-dq-bf16-d256-causal-ragged-grouped",
 }
 
 
 def compile_cases(capability: int) -> list[HopperCase]:
-    """Every kernel and head dimension, causal and ragged; at D = 128 also plain, and grouped. Hopper only."""
+    """Every kernel and head dimension: plain, causal, ragged, and both of these with groups. Hopper only."""
     if capability != 90:
         return []
     kernels = [(kernel, d) for d in HEAD_DIMS for kernel in ("onepass", "dkv", "dq") if kernel != "onepass" or d < 256]
-    cases = [compile_case(kernel, "bf16", d, causal=True) for kernel, d in kernels]
+    cases = [compile_case(kernel, "bf16", d) for kernel, d in kernels]
+    cases += [compile_case(kernel, "bf16", d, causal=True) for kernel, d in kernels]
     cases += [compile_case(kernel, "fp16", d, ragged=True) for kernel, d in kernels]
-    for kernel, d in kernels:
-        if d == 128:
-            cases.append(compile_case(kernel, "bf16", d))
-            cases.append(compile_case(kernel, "bf16", d, causal=True, ragged=True, group=8))
+    cases += [compile_case(kernel, "bf16", d, causal=True, ragged=True, group=8) for kernel, d in kernels]
     return sampled(cases, ALWAYS)

@@ -3,6 +3,7 @@
 Compiling needs no GPU. `.ci/run` compiles every case for every architecture; here each architecture gets some.
 """
 
+import itertools
 import json
 import subprocess
 import sys
@@ -316,6 +317,23 @@ def test_cases_for_when_they_are_named_are_left_out_otherwise(capsys):
     assert {line.rpartition(" ")[2] for line in listed[0]} >= always
     assert {line.rpartition(" ")[2] for line in listed[1] - listed[0]} & always == set()
     assert len(listed[0]) < len(listed[1])
+
+
+def test_the_hopper_backward_is_compiled_with_every_value_of_every_constant():
+    """Of those that `backward` launches with: causal or not, lengths even or not, groups of query heads or not."""
+    launched: dict[tuple[str, int, str], set[Any]] = {}
+    asked: dict[tuple[str, int, str], set[Any]] = {}
+    for kernel, d in itertools.product(("onepass", "dkv", "dq"), hopper_backward.HEAD_DIMS):
+        if (kernel, d) == ("onepass", 256):
+            continue
+        for causal, ragged, group in itertools.product((False, True), (False, True), (1, 8)):
+            case = hopper_backward.compile_case(kernel, "bf16", d, causal=causal, ragged=ragged, group=group)
+            for name, value in case.constexprs.items():
+                launched.setdefault((case.kernel.__name__, d, name), set()).add(value)
+    for case in hopper_backward.compile_cases(90):
+        for name, value in case.constexprs.items():
+            asked.setdefault((case.kernel.__name__, case.constexprs["D"], name), set()).add(value)
+    assert asked == launched
 
 
 def test_a_cross_section_of_the_reference_kernels_keeps_every_limit():
