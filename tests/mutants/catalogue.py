@@ -1,7 +1,8 @@
 """The catalogue of mutants, 140 faults distilled from public bug reports of attention kernels, and where each stands.
 
-`here`: the registry has it under its number, or `isolated.py` does. `gpu`: only a GPU shows it, `gpu/` has it. `later`:
-the contract lacks what it is about; the word after the colon says what. All 140 stay in the count. Entries of `gpu/`
+`here`: the registry has it under its number, or `isolated.py` does. `gpu`: only a GPU shows it, `gpu/` has it.
+`performance lane`: it is about time or memory, and tests/performance names it. `later`: the contract lacks what it is
+about; the word after the colon says what. All 140 stay in the count. Entries of `gpu/`
 that are `here` too are the same fault as it really happens there.
 """
 
@@ -82,7 +83,7 @@ CATALOGUE: dict[int, tuple[str, str]] = {
     72: ("base_rounded_down", "here"),
     73: ("bias_rowpitch_align", "here"),
     74: ("dout_stride_assert", "here"),
-    75: ("out_stride_other", "later: performance lane"),
+    75: ("out_stride_other", "later: stride order of the output"),
     76: ("meta_stride_wrong", "later: fake kernels"),
     77: ("int32_offset", "here"),
     78: ("int16_seqlen", "here"),
@@ -129,12 +130,12 @@ CATALOGUE: dict[int, tuple[str, str]] = {
     119: ("raise_out_of_resources", "here"),
     120: ("first_call_accumulates", "here"),
     121: ("mutates_input_first_call", "here"),
-    122: ("slow_5x", "later: performance lane"),
-    123: ("slow_for_b33", "later: performance lane"),
-    124: ("cost_by_capacity", "later: performance lane"),
-    125: ("no_tile_skip", "later: performance lane"),
-    126: ("materialise_scores", "later: performance lane"),
-    127: ("flops_full_for_causal", "later: performance lane"),
+    122: ("slow_5x", "performance lane"),
+    123: ("slow_for_b33", "later: timed sweeps over batch sizes"),
+    124: ("cost_by_capacity", "later: paged caches"),
+    125: ("no_tile_skip", "performance lane"),
+    126: ("materialise_scores", "performance lane"),
+    127: ("flops_full_for_causal", "performance lane"),
     128: ("nan_when_fast", "here"),
     129: ("return_zeros", "here"),
     130: ("return_mean_v", "here"),
@@ -145,7 +146,7 @@ CATALOGUE: dict[int, tuple[str, str]] = {
     135: ("cache_by_content", "here"),
     136: ("batch_and_skip", "here"),
     137: ("lazy_tensor", "here"),
-    138: ("patch_timer", "later: performance lane"),
+    138: ("patch_timer", "performance lane"),
     139: ("gc_copy_expected", "here"),
     140: ("gc_nan_expected", "here"),
 }

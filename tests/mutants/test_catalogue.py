@@ -20,7 +20,8 @@ def numbers(status: str) -> set[int]:
 def test_every_number_has_one_entry_and_a_known_status() -> None:
     assert list(CATALOGUE) == list(range(1, 141))
     assert len({name for name, _ in CATALOGUE.values()}) == 140
-    odd = {n: said for n, (_, said) in CATALOGUE.items() if not re.fullmatch(r"here|gpu|later: \w[\w ]+", said)}
+    known = r"here|gpu|performance lane|later: \w[\w ]+"
+    odd = {n: said for n, (_, said) in CATALOGUE.items() if not re.fullmatch(known, said)}
     assert not odd
 
 
@@ -35,6 +36,14 @@ def test_what_only_a_gpu_shows_is_in_its_lane() -> None:
         re.findall(r"^(\w+) = ", (Path(__file__).parent / "gpu" / "faulty.py").read_text(encoding="utf-8"), re.M)
     )
     assert {name for mutant in LANE for name in (mutant.name, mutant.control)} <= made
+
+
+def test_what_is_about_time_is_named_where_time_is_tested() -> None:
+    folder = Path(__file__).parents[1] / "performance"
+    text = "\n".join(path.read_text(encoding="utf-8") for path in folder.glob("test_*.py"))
+    assert numbers("performance lane")
+    for number in numbers("performance lane"):
+        assert re.search(rf"\b{CATALOGUE[number][0]}\b", text), CATALOGUE[number][0]
 
 
 def test_a_name_of_the_catalogue_means_its_own_number() -> None:
