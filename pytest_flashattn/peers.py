@@ -1,4 +1,5 @@
-"""Public attention functions as implementations: PyTorch's SDPA forced to one backend, and compiled flex_attention.
+"""Public attention functions as implementations: PyTorch's SDPA forced to one backend, compiled flex_attention, and
+FlashAttention-3 where it is installed.
 
 Each is a function of the contract with its support declared, so that
 `pytest --flashattn-impl=pytest_flashattn.peers:sdpa_flash` puts FlashAttention-2 as PyTorch ships it on trial.
@@ -7,6 +8,7 @@ Each is a function of the contract with its support declared, so that
 from __future__ import annotations
 
 import functools
+import importlib
 from typing import Any
 
 import torch
@@ -90,6 +92,47 @@ def _compiled() -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention, dynamic=False)
+
+
+@functools.cache
+def _fa3() -> Any:
+    for module in ("flash_attn_interface", "fa3_fwd_interface"):
+        try:
+            return importlib.import_module(module).flash_attn_func
+        except (ImportError, AttributeError):
+            continue
+    raise NotImplementedError("FlashAttention-3 is not installed; its forward: pip install fa3-fwd")
+
+
+def fa3(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    return_attn_probs: bool = False,
+) -> Any:
+    """FlashAttention-3's forward, in bf16 and e4m3. q (B, Lq, Hq, D), k and v (B, Lk, Hkv, D), descales (B, Hkv)."""
+    return _fa3()(
+        q, k, v, softmax_scale=softmax_scale, causal=causal, q_descale=q_descale, k_descale=k_descale,
+        v_descale=v_descale, window_size=window_size, softcap=softcap, return_attn_probs=return_attn_probs,
+    )  # fmt: skip
+
+
+# What the wheel fa3-fwd is built with: no gradients, windows or fp16.
+fa3.__flashattn__ = Support(  # type: ignore[attr-defined]
+    features=frozenset({"causal", "cross", "gqa", "scale", "softcap", "lse", "descale_group"}),
+    dtypes=frozenset({"bf16", "e4m3"}),
+    max_head_dim=256,
+    p_scale=256,
+    fp8_sums="14 bits",
+    devices=frozenset({"cuda"}),
+)
 
 
 def flex_compiled(
