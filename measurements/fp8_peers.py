@@ -93,14 +93,14 @@ def cudnn(arguments: dict[str, Any], scale: float, causal: bool, *, amax: bool =
 
 
 def fa3(arguments: dict[str, Any], scale: float, causal: bool) -> Call:
-    """FlashAttention-3's (flash_attn_interface): (B, L, H, D), descales (B, Hkv)."""
-    from flash_attn_interface import flash_attn_func
+    """FlashAttention-3's: (B, L, H, D), descales (B, Hkv)."""
+    from pytest_flashattn import peers
 
     q, k, v = (arguments[name].transpose(1, 2).contiguous() for name in "qkv")
     descales = {f"{name}_descale": arguments[f"{name}_descale"].expand(k.shape[0], k.shape[2]) for name in "qkv"}
 
     def call() -> tuple[Tensor, Tensor | float]:
-        o = flash_attn_func(q, k, v, softmax_scale=scale, causal=causal, **descales)
+        o = peers.fa3(q, k, v, softmax_scale=scale, causal=causal, **descales)
         return (o[0] if isinstance(o, tuple) else o).transpose(1, 2), 1.0
 
     return call

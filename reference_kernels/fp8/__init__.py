@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .api import flash_attention_fp8 as flash_attention_fp8
     from .backward import flash_attention_fp8_backward as flash_attention_fp8_backward
     from .hadamard import random_signs as random_signs
+    from .hopper.interleaving import interleave_keys as interleave_keys
     from .quantiser import dequantise as dequantise
     from .quantiser import quantise as quantise
 
@@ -39,6 +40,7 @@ _HOMES = {
     "dequantise": "quantiser",
     "flash_attention_fp8": "api",
     "flash_attention_fp8_backward": "backward",
+    "interleave_keys": "hopper.interleaving",
     "quantise": "quantiser",
     "random_signs": "hadamard",
 }

@@ -34,6 +34,7 @@ def flash_attention_fp8(
     scale: float | None = None,
     return_lse: bool = False,
     kernel: str | None = "triton",
+    v_interleaved: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention on FP8: out (B, Hq, Lq, Dv) bfloat16 and, with return_lse, lse (B, Hq, Lq) float32, natural log.
 
@@ -45,28 +46,33 @@ def flash_attention_fp8(
     (B, H, ceil(L / 128)) for its blocks of 128 rows, H and L those of the tensor itself; each tensor its own kind.
 
     S, the softmax and all sums are float32 but for what the tensor cores sum by themselves (forward.py); P is rounded
-    to E4M3. kernel: "hopper" or "triton" runs that one, None the faster that can. It has no gradient by itself:
-    flash_attention_fp8_backward has. Raises ValueError for arguments that do not fit together, NotImplementedError for
-    what the kernels, or the one that is named, do not serve.
+    to E4M3. kernel: "hopper" or "triton" runs that one, None the faster that can. v_interleaved: of every 16 keys of v
+    position 4 j + 2 h + b holds key 8 h + 2 j + b, in memory for a multiple of 16 of them, zeros where there is no key
+    (hopper/interleaving.py; interleave_keys makes one): a faster form of the Hopper kernel, which alone takes it. There
+    is no gradient by itself: flash_attention_fp8_backward has it. Raises ValueError for arguments that do not fit
+    together, NotImplementedError for what the kernels, or the one that is named, do not serve.
     """
     scale = checked(q, k, v, q_descale, k_descale, v_descale, scale)
     if kernel not in (None, *KERNELS):
         raise ValueError(f"kernel must be one of {', '.join(KERNELS)}, or None for the fastest, got {kernel!r}")
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         raise NotImplementedError("float8 tensors have no gradient here: call flash_attention_fp8_backward for it")
+    if v_interleaved and kernel == "triton":
+        raise NotImplementedError("v_interleaved: plain Triton reads keys in their own order, name kernel='hopper'")
     if kernel != "triton":
         reason = machine(q.device)
         if reason is None:
             from .hopper import launch
 
-            reason = launch.supports(q, k, v, scale=scale, causal=causal)
+            reason = launch.supports(q, k, v, scale=scale, causal=causal, v_interleaved=v_interleaved)
             if reason is None:
                 out, lse = launch.forward(
-                    q, k, v, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, scale=scale, causal=causal
-                )
+                    q, k, v, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, scale=scale,
+                    causal=causal, v_interleaved=v_interleaved,
+                )  # fmt: skip
                 return (out, lse) if return_lse else out
-        if kernel == "hopper":
-            raise NotImplementedError(f"kernel='hopper': {reason}")
+        if kernel == "hopper" or v_interleaved:
+            raise NotImplementedError(f"{'kernel=' + repr(kernel) if kernel else 'v_interleaved'}: {reason}")
     out, lse = forward(
         q, k, v, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, scale=scale, causal=causal
     )

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import triton
 
 from ..cases import CompileCase, specialise
 from .configs import OLDEST, QuantiserConfig, lookup, quantiser_config
 from .forward import forward_kernel
-from .quantiser import BLOCK, quantise_kernel, tile
+from .quantiser import BLOCK, tile
+from .quantiser_kernel import quantise_kernel
 
 # What multiplies two E4M3 tiles. PTX names the formats of mma.sync and wgmma; tcgen05 has them in a descriptor.
 PRODUCTS: Mapping[int, str] = {89: "mma.sync e4m3", 90: "wgmma e4m3", 100: "tcgen05 f8f6f4", 120: "mma.sync e4m3"}
@@ -70,14 +72,17 @@ def quantiser_case(
     per: str = "block",
     rotate: bool = False,
     transposed: bool = False,
+    interleaved: bool = False,
     config: QuantiserConfig | None = None,
+    capability: int = 90,
 ) -> Fp8Case:
     """The quantiser, from "bf16" to "e4m3". per: "amax" is the pass that only measures, "given" the one after it."""
     measures = per == "amax"
     pointers = {"x": source} | ({"signs": "fp32"} if rotate else {})
-    options = tile(config or quantiser_config(d, rotated=rotate, transposed=transposed), d, BLOCK, rotated=rotate)
+    config = config or quantiser_config(capability, d, rotated=rotate, transposed=transposed)
+    options: dict[str, Any] = tile(config, d, BLOCK, rotated=rotate)
     num_warps = options.pop("num_warps")
-    constants: dict[str, object] = {**options, "PADDED": transposed, "WIDE": False}
+    constants: dict[str, object] = {**options, "PADDED": transposed, "INTERLEAVED": interleaved, "WIDE": False}
     constants |= {} if rotate else {"signs": None}
     scalars = {"descale_b": "i32", "descale_h": "i32", "largest": "fp32"}
     if measures:
@@ -90,12 +95,27 @@ def quantiser_case(
         pointers |= {} if per == "block" else {"amax": "fp32"}
     if transposed:
         constants["y_l"], scalars["y_d"] = 1, "i32:16"
-    said = [word for word, on in ((per, per != "block"), ("rotated", rotate), ("transposed", transposed)) if on]
+    features = ((per, per != "block"), ("rotated", rotate), ("transposed", transposed), ("interleaved", interleaved))
+    said = [word for word, on in features if on]
     made = specialise(
         "-".join(["fp8-quantise", source, target, f"d{d}", *said]), quantise_kernel, pointers, constants, scalars,
         num_warps=num_warps, num_stages=3,
     )  # fmt: skip
     return _case(made, ())
+
+
+QUANTISERS: tuple[tuple[str, str, int, Mapping[str, object]], ...] = (
+    ("bf16", "e4m3", 128, {}),
+    ("bf16", "e4m3", 256, {}),
+    ("fp16", "e5m2", 80, {"per": "amax"}),
+    ("bf16", "e4m3", 64, {"per": "given", "transposed": True}),
+    ("bf16", "e4m3", 128, {"transposed": True}),
+    ("fp16", "e5m2", 256, {"transposed": True, "interleaved": True}),
+    ("bf16", "e4m3", 64, {"rotate": True}),
+    ("bf16", "e4m3", 128, {"rotate": True}),
+    ("bf16", "e4m3", 128, {"per": "amax", "rotate": True}),
+    ("bf16", "e4m3", 256, {"rotate": True}),
+)
 
 
 def compile_cases(capability: int) -> list[Fp8Case]:
@@ -109,9 +129,8 @@ def compile_cases(capability: int) -> list[Fp8Case]:
         forward_case("e4m3", 256, transposed=True, capability=capability),
         forward_case("e5m2", 64, capability=capability),
         forward_case("e4m3-e5m2", 128, transposed=True, capability=capability),
-        quantiser_case("bf16", "e4m3", 128),
-        quantiser_case("fp16", "e5m2", 80, per="amax"),
-        quantiser_case("bf16", "e4m3", 64, per="given", transposed=True),
-        quantiser_case("bf16", "e4m3", 128, rotate=True),
-        quantiser_case("bf16", "e4m3", 256, rotate=True),
+        *(
+            quantiser_case(x, y, d, **options, capability=capability)  # type: ignore[arg-type]
+            for x, y, d, options in QUANTISERS
+        ),
     ]

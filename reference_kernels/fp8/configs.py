@@ -43,24 +43,46 @@ def config_for(x: torch.Tensor, d: int) -> Config:
 
 @dataclass(frozen=True)
 class QuantiserConfig:
-    """elements: of a tile for each thread, which gives the warps. part: columns of a rotation's matrix product."""
+    """elements: of a tile for each thread, which gives the warps. part: columns of a rotation's matrix product. ahead:
+    blocks that a rotation loads ahead of their turn, in so many `programs` a multiprocessor; 0: a program a block.
+    """
 
     elements: int
     part: int = 64
+    ahead: int = 0
+    programs: int = 0
 
 
-QUANTISERS: dict[str, dict[int, QuantiserConfig]] = {
-    "rows": {d: QuantiserConfig(64) for d in (64, 128, 256)},
-    "columns": {d: QuantiserConfig(64) for d in (64, 128, 256)},
-    "rotated": {64: QuantiserConfig(64), 128: QuantiserConfig(64), 256: QuantiserConfig(128)},
+_Q = QuantiserConfig
+_ALONE: dict[str, dict[int, QuantiserConfig]] = {
+    "rows": {64: _Q(64), 128: _Q(64), 256: _Q(128)},
+    "columns": {d: _Q(64) for d in (64, 128, 256)},
+    "rotated": {64: _Q(64), 128: _Q(64), 256: _Q(128)},
 }
-"""Of the quantiser, by what it does and head dimension; rotated columns are "rotated". Chosen by what compiles without
-spills, for every architecture; not measured."""
+QUANTISERS: dict[int, dict[str, dict[int, QuantiserConfig]]] = {
+    89: _ALONE,
+    90: {
+        "rows": {d: _Q(64) for d in (64, 128, 256)},
+        "columns": {64: _Q(64), 128: _Q(128), 256: _Q(64)},
+        "rotated": {64: _Q(64, 64, 1, 3), 128: _Q(128, 64, 1, 2), 256: _Q(64, 128, 1, 1)},
+    },
+    100: _ALONE,
+}
+"""Of the quantiser, by architecture, what it does, and head dimension; rotated columns are "rotated". Chosen by what
+compiles without spills, on Hopper by instructions and by the bytes that fit on their way at once; not measured. Blocks
+ahead need 172 to 213 KB of shared memory at D = 256, which only architectures with 227 KB have."""
 
 MOST_WARPS = 16
 
 
-def quantiser_config(d: int, *, rotated: bool, transposed: bool) -> QuantiserConfig:
-    """The row for a head dimension up to 256."""
-    rows = QUANTISERS["rotated" if rotated else "columns" if transposed else "rows"]
+def quantiser_config(capability: int, d: int, *, rotated: bool, transposed: bool) -> QuantiserConfig:
+    """The row for a head dimension up to 256 on compute capability 10 * major + minor; older ones have the oldest's."""
+    table = QUANTISERS[max((a for a in QUANTISERS if a <= capability), default=OLDEST)]
+    rows = table["rotated" if rotated else "columns" if transposed else "rows"]
     return rows[min(row for row in rows if row >= d)]
+
+
+def quantiser_config_for(x: torch.Tensor, *, rotated: bool, transposed: bool) -> QuantiserConfig:
+    """The row for x (B, H, L, D) on its device; in the interpreter that of Hopper."""
+    major, minor = (9, 0) if triton.knobs.runtime.interpret else torch.cuda.get_device_capability(x.device)
+    return quantiser_config(10 * major + minor, x.shape[3], rotated=rotated, transposed=transposed)

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..tiles import rounded
+from ..tiles import dot, rounded
 
 HEAD_DIMS = (64, 128, 256)
 
@@ -46,3 +46,33 @@ def signed_matrix(signs, C: tl.constexpr, DTYPE: tl.constexpr):
     common ^= common >> 1
     sign = tl.load(signs + tl.arange(0, C)[:, None])  # (C, 1)
     return rounded(tl.where((common & 1) == 0, sign, -sign), DTYPE)
+
+
+@triton.jit
+def _product(t, signs, matrix, FIRST: tl.constexpr, PART: tl.constexpr):
+    """t (M, PART), columns of a tile from FIRST on, times S H of order PART, float32. matrix: that S H, or None."""
+    if matrix is None:
+        matrix = signed_matrix(signs + FIRST, PART, t.dtype)
+    return dot(t, matrix, None, "ieee")
+
+
+@triton.jit
+def rotated(t0, t1, t2, t3, signs, m0, m1, m2, m3, D: tl.constexpr, PART: tl.constexpr):
+    """Rows in D / PART parts (M, PART), one, two or four, times S H, float32; in place of the other parts, any.
+
+    m0 … m3: what signed_matrix makes of the parts of signs, or None.
+    """
+    z0 = _product(t0, signs, m0, 0, PART)
+    z1 = z0
+    z2 = z0
+    z3 = z0
+    if D > PART:
+        z1 = _product(t1, signs, m1, PART, PART)
+        z0, z1 = z0 + z1, z0 - z1
+    if D > 2 * PART:
+        z2 = _product(t2, signs, m2, 2 * PART, PART)
+        z3 = _product(t3, signs, m3, 3 * PART, PART)
+        z2, z3 = z2 + z3, z2 - z3
+        z0, z2 = z0 + z2, z0 - z2
+        z1, z3 = z1 + z3, z1 - z3
+    return z0, z1, z2, z3

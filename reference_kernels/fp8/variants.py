@@ -2,9 +2,11 @@
 
     pytest flashattn-suite/fp8 --flashattn-impl=reference_kernels.fp8.variants:hopper
 
-triton         plain Triton
-hopper         the Hopper kernel at D 64 and 128, where sums over blocks of keys are float32
-hopper_wide    at D 256, where the tensor cores sum over all keys
+triton                     plain Triton
+hopper                     the Hopper kernel at D 64 and 128, where sums over blocks of keys are float32
+hopper_wide                at D 256, where the tensor cores sum over all keys
+hopper_interleaved         the first, with the keys of V in the order that needs no exchange of registers
+hopper_interleaved_wide    the second, likewise
 
 The Hopper kernels read V by columns: here it is copied first.
 """
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from ..tiles import INTERPRETED
 from .api import flash_attention_fp8
+from .hopper.interleaving import interleave_keys
 from .quantiser import by_columns
 
 _FEATURES = frozenset(["causal", "cross", "gqa", "scale", "lse", "descale_tensor", "descale_head", "descale_block"])
@@ -25,6 +28,10 @@ _FEATURES = frozenset(["causal", "cross", "gqa", "scale", "lse", "descale_tensor
 
 def _hopper(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
     return flash_attention_fp8(q, k, by_columns(v), kernel="hopper", **options)
+
+
+def _interleaved(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
+    return flash_attention_fp8(q, k, interleave_keys(v), kernel="hopper", v_interleaved=True, **options)
 
 
 def _declared(function: Any, **facts: Any) -> Any:
@@ -41,19 +48,31 @@ triton = _declared(
     max_head_dim=256,
     fp8_sums="fp32" if INTERPRETED.value else "14 bits a tile",
 )
-hopper = _declared(
-    _hopper,
-    features=_FEATURES,
-    dtypes={"e4m3"},
-    head_dims={64, 128},
-    fp8_sums="14 bits a tile",
-    devices={"cuda"},
-)
-hopper_wide = _declared(
-    _hopper,
-    features=_FEATURES,
-    dtypes={"e4m3"},
-    head_dims={256},
-    fp8_sums="14 bits",
-    devices={"cuda"},
-)
+
+
+def _promoted(function: Any) -> Any:
+    return _declared(
+        function,
+        features=_FEATURES,
+        dtypes={"e4m3"},
+        head_dims={64, 128},
+        fp8_sums="14 bits a tile",
+        devices={"cuda"},
+    )
+
+
+def _direct(function: Any) -> Any:
+    return _declared(
+        function,
+        features=_FEATURES,
+        dtypes={"e4m3"},
+        head_dims={256},
+        fp8_sums="14 bits",
+        devices={"cuda"},
+    )
+
+
+hopper = _promoted(_hopper)
+hopper_wide = _direct(_hopper)
+hopper_interleaved = _promoted(_interleaved)
+hopper_interleaved_wide = _direct(_interleaved)

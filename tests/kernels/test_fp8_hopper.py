@@ -8,9 +8,11 @@ import torch
 pytest.importorskip("triton")
 
 from reference_kernels import compiling
+from reference_kernels.fp8 import api
 from reference_kernels.fp8 import cases as plain
 from reference_kernels.fp8.hopper import cases
 from reference_kernels.fp8.hopper.configs import TABLE
+from reference_kernels.fp8.hopper.interleaving import padding_refusal
 from reference_kernels.fp8.hopper.launch import fixed, supports
 from reference_kernels.hopper import backward as hopper_backward
 from reference_kernels.hopper import cases as hopper_forward
@@ -45,6 +47,44 @@ def test_what_it_cannot_serve_is_said_with_its_reason(q, v, scale, reason) -> No
     assert reason in said
 
 
+def test_interleaved_keys_need_their_padding() -> None:
+    memory = _like(1, 2, 64, 80).mT
+    for v, interleaved, said in (
+        (memory[:, :, :75], True, "compute capability"),
+        (memory[:, :, 16:70], True, "compute capability"),
+        (memory[:, :, 8:], True, "16 bytes"),
+        (_like(1, 2, 64, 85)[..., :75].mT, False, "multiples of 16 bytes"),
+    ):
+        found = supports(Q, Q[:, :, : v.shape[2]], v, scale=1.0, causal=False, v_interleaved=interleaved)
+        assert found is not None
+        assert said in found
+    assert padding_refusal(_like(1, 1, 64, 24).mT) == (
+        "v's 24 keys are not stored up to a multiple of 16: interleaved, they must be"
+    )
+
+
+def test_only_the_hopper_kernel_takes_interleaved_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "_check_device", lambda device: None)
+    descales = dict.fromkeys(("q_descale", "k_descale", "v_descale"), torch.ones(()))
+    for kernel, said in (
+        ("triton", "plain Triton reads keys in their own order"),
+        ("hopper", "hopper"),
+        (None, "v_inter"),
+    ):
+        with pytest.raises(NotImplementedError, match=said):
+            api.flash_attention_fp8(Q, Q, V, **descales, kernel=kernel, v_interleaved=True)
+
+
+def test_variants_with_interleaved_keys_declare_the_same() -> None:
+    from pytest_flashattn.known_apis import infer
+    from reference_kernels.fp8 import variants
+
+    for name in ("hopper", "hopper_wide"):
+        word, _, rest = name.partition("_")
+        other = getattr(variants, "_".join(filter(None, (word, "interleaved", rest))))
+        assert infer(other)[1] == infer(getattr(variants, name))[1]
+
+
 def test_tails_and_diagonals_are_code_of_their_own() -> None:
     code = {
         (causal, lk): fixed(128, TABLE[128], causal=causal, lq=1024, lk=lk, by_blocks=True)
@@ -67,7 +107,7 @@ def test_tiles_do_not_cross_the_borders_of_scales() -> None:
 
 
 def test_kernels_compile_to_fp8_products() -> None:
-    jobs = [(cases.forward_case(64, TABLE[64], blocks=True), 90)]
+    jobs = [(cases.forward_case(64, TABLE[64], blocks=True, interleaved=both), 90) for both in (False, True)]
     jobs += [(plain.forward_case("e4m3", 64, causal=True, capability=c), c) for c in plain.PRODUCTS]
     for result in compiling.compile_all(jobs):
         assert compiling.violations(result) == []

@@ -13,20 +13,23 @@ pytest.importorskip("triton")
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "measurements"))
 import fp8
+import fp8_forms
 import fp8_peers
+import fp8_quantisers
 
 from pytest_flashattn.cases import Case
 from pytest_flashattn.inputs import make_inputs
 from reference_kernels.fp8.configs import QUANTISERS
 from reference_kernels.fp8.hopper.configs import TABLE
+from reference_kernels.fp8.hopper.interleaving import interleave_keys
 from reference_kernels.fp8.hopper.launch import supports
-from reference_kernels.fp8.quantiser import BLOCK, by_columns, tile
+from reference_kernels.fp8.quantiser import BLOCK, by_columns
 
 
 @pytest.mark.parametrize("part", fp8.SCRIPT.parts)
 def test_cells_are_distinct_and_have_a_function(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    for name in ("check", "repeat", "warm", "speed", "compiled", "tiles", "quantisers"):
+    for name in ("check", "repeat", "warm", "speed", "compiled", "tiles", "quantisers", "prepare"):
         signature = inspect.signature(getattr(fp8, name))
         monkeypatch.setattr(fp8, name, lambda *words, s=signature: asked.append(s.bind(*words)) or {"ok": True})
     planned = [*fp8.SCRIPT.parts[part](), *fp8.SCRIPT.ahead.get(part, list)()]
@@ -42,14 +45,15 @@ def test_the_hopper_kernel_can_serve_the_cells_that_name_it() -> None:
     cells = [cell.split() for cell in fp8.check_cells()]
     layouts: dict[str, str] = {}
     for _, form, case_id in cells:
-        if form == "direct":
+        if form == "direct-interleaved":
             layouts.setdefault(Case.parse(case_id).layout, case_id)
     assert len(layouts) > 3
     for case_id in layouts.values():
         case = Case.parse(case_id)
         x = make_inputs(case, "cpu", "bhsd")
-        said = supports(x.q, x.k, by_columns(x.v), scale=1.0, causal=case.causal)
-        assert said == "q is not on a GPU of compute capability 9.0", (case_id, said)
+        for v, interleaved in ((by_columns(x.v), False), (interleave_keys(x.v), True)):
+            said = supports(x.q, x.k, v, scale=1.0, causal=case.causal, v_interleaved=interleaved)
+            assert said == "q is not on a GPU of compute capability 9.0", (case_id, said)
 
 
 def test_columns_are_as_the_quantiser_stores_them() -> None:
@@ -65,13 +69,11 @@ def test_every_candidate_is_compiled_ahead() -> None:
     )
 
 
-def test_quantisers_are_timed_in_tiles_that_differ() -> None:
-    for how, by_dim in QUANTISERS.items():
-        for d, config in by_dim.items():
-            found = fp8.quantiser_candidates(d, how)
-            assert found["table"] == config
-            tiles = [tuple(tile(c, d, BLOCK, rotated=how == "rotated").values()) for c in found.values()]
-            assert len(set(tiles)) == len(tiles) > 1, (how, d)
+def test_quantisers_are_timed_in_candidates_that_differ() -> None:
+    for how, d in fp8_quantisers.QUANTISERS:
+        found = fp8_quantisers.quantiser_candidates(d, "block", how)
+        assert found["table"] == QUANTISERS[90][how][d]
+        assert len(set(found.values())) == len(found) > 1, (how, d)
 
 
 def test_the_summary_keeps_widths_apart() -> None:
@@ -101,3 +103,12 @@ def test_candidates_are_other_tiles() -> None:
         assert len(set(found.values())) == len(found)
         assert all(BLOCK % config.block_n == 0 for config in found.values())
         assert d < 256 or not any(config.promote for config in found.values())
+
+
+def test_forms_and_candidates_are_told_apart() -> None:
+    assert not set(fp8_forms.FORMS) & set(fp8_forms.CANDIDATES)
+    for d, config in TABLE.items():
+        assert fp8_forms.sums_of("table", d) == ("14 bits a tile" if config.promote else "14 bits")
+    assert fp8_forms.sums_of("direct-interleaved", 64) == "14 bits"
+    assert fp8_forms.sums_of("plain", 64) == fp8_forms.sums_of("promoted", 64) == "14 bits a tile"
+    assert [name for name in fp8_forms.FORMS if fp8_forms.is_interleaved(name)] == fp8_forms.forms_of(64)[:2]

@@ -6,6 +6,7 @@ import functools
 import itertools
 import math
 import types
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,14 +22,17 @@ from oracles.quantise import Quantised, dequantise, quantise
 from reference_kernels.fp8.forward import by_block
 from reference_kernels.fp8.hopper import consumer, operand, scales
 from reference_kernels.fp8.hopper.configs import TABLE, Fp8Config
+from reference_kernels.fp8.hopper.interleaving import as_stored, interleave_keys, padding_refusal
 from reference_kernels.fp8.hopper.launch import fixed
 from reference_kernels.hopper import producer, softmax
 from reference_kernels.hopper.schedule import Problem, assign
 from reference_kernels.hopper.work import Work
 
 NARROW = Fp8Config(2, 64, 3, 1, True, False, False, 240, 24)
+TURNS = Fp8Config(2, 128, 3, 1, False, True, False, 240, 24, promote=False, softmax_turns=True)
+IN_TURN = Fp8Config(3, 128, 2, 2, False, False, False, 160, 32, overlap=False)
 CONFIGS = {
-    64: (TABLE[64], NARROW, Fp8Config(2, 128, 3, 1, True, False, False, 240, 24, promote=False)),
+    64: (TABLE[64], NARROW, TURNS, IN_TURN, replace(IN_TURN, promote=False)),
     128: (TABLE[128],),
     256: (TABLE[256], Fp8Config(2, 64, 3, 1, True, False, False, 240, 24, promote=False)),
 }
@@ -79,6 +83,11 @@ def _hide_after(s: Tensor, last: int, diagonal: bool) -> Tensor:
     return torch.where(torch.arange(s.shape[1]) <= last + row, s, -math.inf)
 
 
+def stored_order(n: int) -> list[int]:
+    """The key at each position of n interleaved ones."""
+    return [16 * u + 8 * h + 2 * j + b for u in range(n // 16) for j in range(4) for h in (0, 1) for b in (0, 1)]
+
+
 REPLACED: dict[str, Any] = {
     "warpgroup_mma": _multiply,
     "warpgroup_mma_wait": lambda outstanding, deps: deps[0],
@@ -86,15 +95,18 @@ REPLACED: dict[str, Any] = {
     "before_next_wait": lambda x: x,
     "scale_rows": lambda acc, factor: acc * factor,
     "hide_after": _hide_after,
+    "row_maximum": lambda s: s.amax(1),
     "rows_like": lambda x, like: x[:, None],
     "partial_sums": on_torch(softmax.partial_sums),
     "packed": lambda p: p.clamp(max=448).to(torch.float8_e4m3fn).float(),
+    "packed_in_place": lambda p: p.clamp(max=448).to(torch.float8_e4m3fn).float()[:, stored_order(p.shape[1])],
     "unpacked": lambda p, layout: p,
     "unit_and_ratio": on_torch(scales.unit_and_ratio),
+    "change_of_units": on_torch(scales.change_of_units, reciprocal=lambda x: 1 / x),
     "fence_async_shared": lambda: None,
     "tma": types.SimpleNamespace(store_wait=lambda outstanding: None),
 }
-for _name in ("softmax", "step", "masked_step"):
+for _name in ("softmax", "in_words", "step", "step_in_turn"):
     REPLACED[_name] = on_torch(getattr(consumer, _name), **REPLACED)
 
 
@@ -107,7 +119,7 @@ def _scales(q: Quantised, k: Quantised, v: Quantised, scale: float) -> Any:
         held |= {name: pointer(address)} | dict(zip((f"{name}_b", f"{name}_h", f"{name}_n"), strides, strict=True))
     made = types.SimpleNamespace(**held)
     for name in ("of_rows", "of_keys"):
-        setattr(made, name, functools.partial(on_torch(getattr(scales.Scales, name)), made))
+        setattr(made, name, functools.partial(on_torch(getattr(scales.Scales, name), reciprocal=lambda x: 1 / x), made))
     return made
 
 
@@ -126,23 +138,24 @@ def _work(tiles: list[int], lq: int, lk: int, block_m: int) -> Any:
 
 
 def _attend(
-    q: Quantised, k: Quantised, v: Quantised, scale: float, causal: bool, config: Fp8Config
+    q: Quantised, k: Quantised, v: Quantised, scale: float, causal: bool, config: Fp8Config, interleaved: bool = False
 ) -> dict[str, Tensor]:
-    """o and lse, as launch.forward has them from the kernel; three CTAs."""
+    """o and lse, as launch.forward has them from the kernel; three CTAs. interleaved: V is, before the TMA reads it."""
     (batch, heads, lq, d), (kv_heads, lk) = q.values.shape, k.values.shape[1:3]
     causal = causal and lq > 1
     o = torch.full((batch, heads, lq, d), math.nan)
     lse = torch.full((batch, heads, lq), math.nan)
     if causal and lq > lk:
         o[:, :, : lq - lk], lse[:, :, : lq - lk] = 0, -math.inf
-    code = fixed(d, config, causal=causal, lq=lq, lk=lk, by_blocks=v.descale.dim() == 3)
+    code = fixed(d, config, causal=causal, lq=lq, lk=lk, by_blocks=v.descale.dim() == 3, interleaved=interleaved)
+    stored = as_stored(interleave_keys(v.values), interleaved=True).mT if interleaved else v.values
     problem = Problem(batch, heads, heads // kv_heads, lq, lk, d // 2, config.block_m, config.block_n, causal)
-    descriptors = (_reader(q.values, 64), _reader(k.values, config.block_n), _reader(v.values, config.block_n))
+    descriptors = (_reader(q.values, 64), _reader(k.values, config.block_n), _reader(stored, config.block_n))
     for tiles in assign(problem, 3):
         work = _work(tiles, lq, lk, config.block_m)
         queries, keys, values = Channel(), Channel(), Channel()
         on_torch(producer.load_tiles)(*descriptors, queries, keys, values, work, work.end, 0, 0, config, causal)
-        for index in (0, 1):
+        for index in range(config.consumers):
             held: list[Tensor] = []
             buffer = types.SimpleNamespace(store=held.append)
 
@@ -154,9 +167,9 @@ def _attend(
             run(
                 types.SimpleNamespace(dtype=torch.bfloat16), Pointer(lse.view(-1)), queries, keys, values, buffer, work,
                 _scales(q, k, v, scale), heads, index, d, config, code["SCALE_BLOCK"], code["CAUSAL"], code["TAIL"],
-                code["DIAGONALS"], code["V_BLOCKS"],
+                code["DIAGONALS"], code["V_BLOCKS"], code["INTERLEAVED"],
             )  # fmt: skip
-        for channel, readers in ((queries, 1), (keys, 2), (values, 2)):
+        for channel, readers in ((queries, 1), (keys, config.consumers), (values, config.consumers)):
             assert channel.released == dict.fromkeys(channel.tiles, readers), "every tile is released by all readers"
     return {"o": o, "lse": lse}
 
@@ -181,11 +194,11 @@ def test_the_forward_is_right(lq: int, lk: int, heads: int, kv_heads: int, d: in
         exact = (dequantise(*q), dequantise(*k), dequantise(*v))
         arithmetic = oracles.Arithmetic.of(torch.float8_e4m3fn, p_scale=256.0)
         truth = oracles.evaluate(*exact, oracles.AttentionSpec(causal=causal), arithmetic=arithmetic)
-        for config in CONFIGS[d]:
-            for name, got in _attend(q, k, v, d**-0.5, causal, config).items():
+        for config, interleaved in zip(CONFIGS[d], itertools.cycle((True, False))):
+            for name, got in _attend(q, k, v, d**-0.5, causal, config, interleaved ^ causal).items():
                 want, limit = truth[name].value, truth[name].limit(3.0)
                 wrong = (got.double() != want) & ~((got - want).abs() <= limit)
-                assert not wrong.any(), (name, per, causal, config)
+                assert not wrong.any(), (name, per, causal, config, interleaved)
 
 
 def test_scales_that_are_hardly_there() -> None:
@@ -205,23 +218,67 @@ def test_scales_that_are_hardly_there() -> None:
     assert not _attend(q, k, nothing, 0.125, False, TABLE[64])["o"].any()
 
 
-def test_packing_brings_four_neighbours_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`packed` on numbers of columns: register after register, quad after quad, by its own PTX."""
+def test_a_row_that_sees_one_key_returns_it() -> None:
+    """P = 1 is a number of E4M3, whatever the scales of the blocks of V are."""
+    torch.manual_seed(0)
+    q, k, v = (_drawn("block", 1, 1, 384, 64) for _ in range(3))
+    q.values[:, :, 128], k.values[:, :, 5] = 448.0, 448.0  # of 129 keys it sees the fifth alone
+    for config in CONFIGS[64]:
+        o = _attend(q, k, v, 8.0, True, config)["o"]
+        assert (o[0, 0, 0] == dequantise(*v)[0, 0, 0].bfloat16()).all(), config
+        assert (o[0, 0, 128] == dequantise(*v)[0, 0, 5].bfloat16()).all(), config
 
-    def asm(text: str, constraints: str, arguments: list[Tensor], **options: Any) -> tuple[Tensor, Tensor]:
-        rows, groups, _ = arguments[0].shape
-        out = torch.zeros(2, rows, groups, 4, dtype=torch.int64)
-        for row, u in itertools.product(range(rows), range(groups)):
-            quad = [{f"${2 + i}": int(x[row, u, t]) for i, x in enumerate(arguments)} for t in range(4)]
-            for t, held in enumerate(quad_exchange(text, quad)):
-                for h in (0, 1):
-                    out[h, row, u, t] = sum(column << 8 * i for i, column in enumerate(held[f"${h}"]))
-        return out[0], out[1]
 
-    monkeypatch.setattr(Language, "inline_asm_elementwise", staticmethod(asm), raising=False)
+@pytest.mark.parametrize("length", [1, 15, 16, 37])
+def test_interleaved_keys_are_in_the_order_that_is_agreed(length: int) -> None:
+    v = torch.randn(2, 3, length, 64).to(torch.float8_e4m3fn)
+    found = interleave_keys(v)
+    assert found.shape == v.shape
+    assert padding_refusal(found) is None
+    memory = as_stored(found, interleaved=True).float()
+    whole = torch.nn.functional.pad(v.float(), (0, 0, 0, -length % 16))
+    assert (memory == whole[:, :, stored_order(whole.shape[2])].mT).all()
+
+
+def test_interleaved_keys_need_room_for_the_last_16() -> None:
+    v = torch.zeros(1, 2, 64, 48).to(torch.float8_e4m3fn).mT[:, :, :40]
+    assert padding_refusal(v) is None
+    assert padding_refusal(v[:, :1, 16:]) is None
+    said = padding_refusal(torch.zeros(1, 2, 64, 40).to(torch.float8_e4m3fn).mT)
+    assert said is not None
+    assert "not stored up to a multiple of 16" in said
+
+
+def _quads(
+    text: str, constraints: str, arguments: list[Tensor], dtype: Any, is_pure: bool, pack: int
+) -> Tensor | tuple[Tensor, ...]:
+    """Inline PTX on numbers of columns (rows, groups, threads), quad after quad: what each register names."""
+    outputs = constraints.count("=")
+    rows, groups, _ = arguments[0].shape
+    out = torch.zeros(outputs, rows, groups, 4, dtype=torch.int64)
+    for row, u in itertools.product(range(rows), range(groups)):
+        quad = [{f"${outputs + i}": int(x[row, u, t]) for i, x in enumerate(arguments)} for t in range(4)]
+        for t, held in enumerate(quad_exchange(text, quad)):
+            for h in range(outputs):
+                out[h, row, u, t] = sum(column << 8 * i for i, column in enumerate(held[f"${h}"]))
+    return tuple(out) if outputs > 1 else out[0]
+
+
+def _packed_columns(monkeypatch: pytest.MonkeyPatch, function: Any) -> Tensor:
+    monkeypatch.setattr(Language, "inline_asm_elementwise", staticmethod(_quads), raising=False)
     columns = torch.arange(128).expand(64, 128)
+    asm = {"_asm": lambda: operand._ASM, "_asm_in_place": lambda: operand._ASM_IN_PLACE}
     with monkeypatch.context() as patch:
         patch.setattr(Tensor, "type", types.SimpleNamespace(layout=None))
-        words = on_torch(operand.packed, _asm=lambda: operand._ASM)(columns)
+        return on_torch(function, **asm)(columns)
+
+
+def test_packing_brings_four_neighbours_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`packed` on numbers of columns: register after register, quad after quad, by its own PTX."""
     first = 4 * torch.arange(32)
-    assert (words == sum((first + i) << 8 * i for i in range(4))).all()
+    assert (_packed_columns(monkeypatch, operand.packed) == sum((first + i) << 8 * i for i in range(4))).all()
+
+
+def test_packing_in_place_follows_the_order_of_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = torch.tensor(stored_order(128)).view(32, 4)
+    assert (_packed_columns(monkeypatch, operand.packed_in_place) == sum(order[:, i] << 8 * i for i in range(4))).all()

@@ -128,9 +128,49 @@ for d in (64, 128, 256):
     other = quantise(x, signs=signs, config=QuantiserConfig(64, part=min(d, 128)))
     stored = quantise(x, signs=signs).stored.float()
     assert torch.equal(turned.stored.float(), stored)
+    alone = quantise(x, signs=signs, block=16, config=QuantiserConfig(64))
+    for ahead, programs in ((1, 1), (1, 4), (2, 5), (1, 9)):
+        walked = quantise(x, signs=signs, block=16, config=QuantiserConfig(64, 64, ahead, programs))
+        assert torch.equal(walked.stored.float(), alone.stored.float()), "it does not matter whose a block is"
+        assert torch.equal(walked.descale, alone.descale)
     # In parts of other widths the sums round elsewhere: a number next to the middle of two may go to the other.
     assert (other.stored.float() != stored).float().mean() < 1e-2
     assert ((other.stored.float() - stored).abs() <= stored.abs() / 8 + 2.0**-9).all()
+"""
+    )
+
+
+def test_an_interleaved_column_holds_the_keys_in_the_order_of_a_matrix_product() -> None:
+    """Bit by bit, against indexing; what has no key is zero, wherever in the last 16 it lies."""
+    check(
+        """
+import itertools, torch
+from reference_kernels.fp8 import quantise, random_signs
+
+order = torch.empty(16, dtype=torch.long)
+for j, h, b in itertools.product(range(4), range(2), range(2)):
+    order[4 * j + 2 * h + b] = 8 * h + 2 * j + b
+assert sorted(order.tolist()) == list(range(16))
+
+def memory(x):
+    # (B, H, D, L), L rounded up to a multiple of 16
+    b, h, length, d = x.shape
+    width = -(-length // 16) * 16
+    assert x.stride() == (h * d * width, d * width, 1, width)
+    return x.as_strided((b, h, d, width), (h * d * width, d * width, width, 1)).view(torch.uint8)
+
+torch.manual_seed(0)
+cases = itertools.product((1, 16, 150, 256), (64, 80), ("block", "head"), (torch.float8_e4m3fn, torch.float8_e5m2))
+for length, d, per, dtype in cases:
+    x = torch.randn(2, 2, length, d).to(torch.bfloat16 if d == 64 else torch.float16)
+    for signs in (None, random_signs(d)) if d == 64 else (None,):
+        plain = quantise(x, per=per, dtype=dtype, signs=signs, transposed=True)
+        mixed = quantise(x, per=per, dtype=dtype, signs=signs, transposed=True, interleaved=True)
+        assert mixed.stored.shape == x.shape and torch.equal(mixed.descale, plain.descale)
+        keys = memory(plain.stored)
+        at = torch.arange(keys.shape[3]).view(-1, 1, 16)[..., order].flatten()
+        assert torch.equal(memory(mixed.stored), keys[..., at]), (length, d, per, dtype)
+        assert not keys[..., length:].any(), "the padding"
 """
     )
 
@@ -146,8 +186,10 @@ from reference_kernels.fp8.cases import quantiser_case
 
 target = GPUTarget("cuda", 90, 32)
 triton.runtime.driver.set_active(NoDevice(target))
+columns = {"transposed": True}
+kinds_of_case = ({}, columns, {"interleaved": True, **columns}, {"rotate": True}, {"per": "given", **columns})
 for d in (64, 128, 256):
-    for options in ({}, {"transposed": True}, {"rotate": True}, {"per": "given", "transposed": True}):
+    for options in kinds_of_case:
         case = quantiser_case("bf16", "e4m3", d, **options)
         kinds = {n: case.signature[n].partition(":") for n in case.kernel.arg_names}
         hints = {
@@ -161,8 +203,9 @@ for d in (64, 128, 256):
         built = triton.compile(source, target=target, options={"num_warps": case.num_warps})
         stores = set(re.findall(r"st\\.global\\.(\\S+)", built.asm["ptx"]))
         loads = set(re.findall(r"ld\\.global\\.(\\S+)", built.asm["ptx"]))
+        loads |= {f"{int(n, 0)} ahead" for n in re.findall(r"cp\\.async\\.\\S+ [^;]*, (0x\\w+), ", built.asm["ptx"])}
         assert stores == {"v4.b32", "b32"}, (case.name, stores)
-        assert "v4.b32" in loads and not loads & {"b8", "b16"}, (case.name, loads)
+        assert loads & {"v4.b32", "16 ahead"} and loads <= {"v4.b32", "16 ahead", "b32"}, (case.name, loads)
 """,
         interpret=False,
     )
@@ -177,6 +220,7 @@ for d in (64, 128, 256):
         ({"dtype": torch.float16}, ValueError, "dtype must be torch.float8_e4m3fn or torch.float8_e5m2"),
         ({"per": "row"}, ValueError, "per must be"),
         ({"block": 100}, ValueError, "power of two from 16 to 256"),
+        ({"interleaved": True}, ValueError, "needs transposed=True"),
         ({"signs": torch.ones(32)}, ValueError, r"signs must be \(64,\) float32"),
         ({"x": torch.zeros(1, 1, 4, 80, dtype=torch.float16), "signs": torch.ones(80)}, NotImplementedError, "rotated"),
     ],

@@ -16,6 +16,7 @@ ALWAYS = {
     "fp8-hopper-d64-128x128-dense-blocks",
     "fp8-hopper-d128-128x128-causal",
     "fp8-hopper-d128-128x128-causal-blocks-diagonals",
+    "fp8-hopper-d128-128x128-dense-blocks-interleaved",
     "fp8-hopper-d256-128x128-dense-blocks-tail",
 }
 
@@ -28,13 +29,21 @@ def descriptor_type(dtype: str, rows: int, columns: int) -> str:
 
 
 def forward_case(
-    d: int, config: Fp8Config, *, causal: bool = False, blocks: bool = False, lq: int = 768, lk: int = 768
+    d: int,
+    config: Fp8Config,
+    *,
+    causal: bool = False,
+    blocks: bool = False,
+    interleaved: bool = False,
+    lq: int = 768,
+    lk: int = 768,
 ) -> HopperCase:
-    """The kernel for one head dimension and tile. blocks: V's scales are by block. lq, lk: whether they make tails.
+    """The kernel for one head dimension and tile. blocks: V's scales are by block; interleaved: its keys are. lq, lk:
+    whether they make tails.
 
     An integer that a launch may specialise is a constant here, as it is there where its value is 1.
     """
-    constants = fixed(d, config, causal=causal, lq=lq, lk=lk, by_blocks=blocks)
+    constants = fixed(d, config, causal=causal, lq=lq, lk=lk, by_blocks=blocks, interleaved=interleaved)
     types = {
         "q": descriptor_type("fp8e4nv", 64, d), "k": descriptor_type("fp8e4nv", config.block_n, d),
         "v": descriptor_type("fp8e4nv", d, config.block_n), "o": descriptor_type("bf16", 64, d),
@@ -47,7 +56,7 @@ def forward_case(
         for name in forward_kernel.arg_names
     }
     said = [f"{config.block_m}x{config.block_n}", "causal" if causal else "dense"]
-    said += ["blocks"] if blocks else []
+    said += [word for word, on in (("blocks", blocks), ("interleaved", interleaved)) if on]
     said += [word for word, constant in (("tail", "TAIL"), ("diagonals", "DIAGONALS")) if constants[constant]]
     name = "-".join(["fp8-hopper", f"d{d}", *said])
     return HopperCase(
@@ -56,7 +65,7 @@ def forward_case(
 
 
 def compile_cases(capability: int) -> list[HopperCase]:
-    """Every tile, causal and not, with scales by block and by tensor, and what tails add. All for 90 alone."""
+    """Every tile, causal and not, scales by block and by tensor, V in either order, what tails add. For 90 alone."""
     if capability != 90:
         return []
     cases = []
@@ -66,5 +75,7 @@ def compile_cases(capability: int) -> list[HopperCase]:
                 forward_case(d, config, causal=causal),
                 forward_case(d, config, causal=causal, blocks=True),
                 forward_case(d, config, causal=causal, blocks=True, lk=1000),
+                forward_case(d, config, causal=causal, blocks=True, interleaved=True),
+                forward_case(d, config, causal=causal, blocks=True, interleaved=True, lk=1000),
             ]
     return sampled(cases, ALWAYS)

@@ -13,9 +13,15 @@ from ...hopper.configs import Config
 
 @dataclass(frozen=True)
 class Fp8Config(Config):
-    """promote: every block of keys has a P V of its own, added to the sum in float32 (consumer.py says why)."""
+    """promote: every block of keys has a P V of its own, added to the sum in float32 (consumer.py says why).
+
+    overlap: P V of a block and Q K of the next are under way together. softmax_turns: consumers take turns at the
+    softmax, for which `pin` is needed.
+    """
 
     promote: bool = True
+    overlap: bool = True
+    softmax_turns: bool = False
 
 
 TABLE: dict[int, Fp8Config] = {

@@ -1,7 +1,7 @@
 # ruff: noqa: E741  (l is the name of the denominator in the papers)
 """A consumer in FP8: ../../hopper/consumer.py, with scales, with P in E4M3, and with a sum that does not lose bits.
 
-    S8 = Q8 K8^T      P = 2^8 r exp2(unit S8 - m)      acc = sum_t P_t V8_t      O = w acc / l      (scales.py)
+    S8 = Q8 K8^T      P = 2^8 exp2(unit S8 - m)      acc = sum_t P_t V8_t      O = w r acc / l      (scales.py)
 
 The order of the work is that of the 16-bit consumer: Q K of block j and P V of block j - 1 are under way together, and
 the softmax of block j runs under the second. What is different:
@@ -10,12 +10,17 @@ the softmax of block j runs under the second. What is different:
   units of log2, since every block may have a unit of its own. It is never frozen, nor raised late: at 2^8 times its
   largest, P has not even a factor of two left to the end of E4M3.
 - **The registers of P.** wgmma leaves a thread two neighbours of each eight columns, and takes four of each sixteen as
-  its FP8 operand. convert_layout exchanges them among the four threads of a quad.
+  its FP8 operand. If V's keys are stored in the order of interleaving.py, these are the same numbers; otherwise the
+  four threads of a quad exchange them (operand.py).
 - **Promotion.** The FP8 products of Hopper add up in fewer bits than float32 has, some 14 of 24 (DeepSeek-V3 technical
   report, section 3.3.2). What is cut off adds up with the number of keys. With CONFIG.promote a P V begins at
   0 for every block of keys, and the ordinary units add it to acc in float32: one fused multiply-add an element, which
   also does the rescaling by the maximum. Without it acc stays in the tensor cores, as in FlashAttention-3, and only
-  warps whose maximum rose rescale it.
+  warps whose maximum or whose unit of V changed rescale it.
+- **Turns.** An FP8 product takes half the time of a 16-bit one and the softmax as long as ever, so that consumers which
+  start their products in turn run their softmax at once, waiting for the same exponential units, and afterwards leave
+  them idle at once. With CONFIG.softmax_turns they take turns at the softmax instead. Without CONFIG.overlap a
+  consumer has one product at a time under way, needs fewer registers, and there are three of them to fill the gaps.
 
 Accumulators: S8 and each P V as the tensor cores add up; acc, m, l float32; O is rounded once, to bfloat16.
 """
@@ -32,8 +37,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...hopper.gluon_compat import tma_store
 from ...hopper.ptx import before_next_wait, named_barrier, scale_rows
 from ...hopper.softmax import NEG_INF, hide_after, partial_sums, rows_like
-from .operand import packed, unpacked
-from .scales import unit_and_ratio
+from .operand import packed, packed_in_place, unpacked
+from .scales import change_of_units, unit_and_ratio
 
 LN2 = gl.constexpr(0.6931471805599453)
 P_BITS = gl.constexpr(8.0)
@@ -41,29 +46,47 @@ P_BITS = gl.constexpr(8.0)
 
 
 @gluon.jit
-def softmax(s, m, l, unit, r, HIDDEN: gl.constexpr):
+def row_maximum(s):
+    """The largest of each row of s (64, N), (64,). Pairs first: a chain of comparisons half as long."""
+    own = gl.max(gl.max(gl.reshape(s, [s.shape[0], s.shape[1] // 8, 4, 2]), 3), 1)
+    return gl.convert_layout(gl.max(own, 1), gl.SliceLayout(1, s.type.layout))
+
+
+@gluon.jit
+def softmax(s, m, l, unit, HIDDEN: gl.constexpr):
     """P (64, BLOCK_N), m (64,), l (64, 4) after block s, in float32, and the factor for what was summed before it.
 
     HIDDEN: a row may have seen no key yet.
     """
-    top = gl.maximum(m, gl.max(s, 1) * unit)
+    top = gl.maximum(m, row_maximum(s) * unit)
     factor = gl.exp2(m - top)
-    shift = top - (P_BITS + gl.log2(r))
+    shift = top - P_BITS
     if HIDDEN:
         factor = gl.where(top == NEG_INF, 1.0, factor)
         shift = gl.where(top == NEG_INF, 0.0, shift)  # exp2(-inf + inf) would be NaN
     p = gl.exp2(s * unit - shift[:, None])
-    return p, top, l * rows_like(factor, l) + partial_sums(p) * (1.0 / r), factor
+    return p, top, l * rows_like(factor, l) + partial_sums(p), factor
+
+
+@gluon.jit
+def in_words(p, INTERLEAVED: gl.constexpr):
+    """P as int32, four numbers of E4M3 each, for keys in either order."""
+    if INTERLEAVED:  # noqa: SIM108  (constexpr: one of the two is compiled)
+        w = packed_in_place(p)
+    else:
+        w = packed(p)
+    return w
 
 
 @gluon.jit
 def step(
-    q, p, m, l, acc, factor, zero, none, keys, values, count, unit, r,
-    INDEX: gl.constexpr, P_LAYOUT: gl.constexpr, CONFIG: gl.constexpr,
+    q, p, m, l, acc, factor, zero, none, keys, values, count, unit, change,
+    INDEX: gl.constexpr, P_LAYOUT: gl.constexpr, CONFIG: gl.constexpr, INTERLEAVED: gl.constexpr,
 ):  # fmt: skip
     """Q K(count) and P V(count - 1) under way together, softmax(count) meanwhile. Returns p, m, l, acc, factor.
 
-    With promote, `factor` is still to be applied to acc, by the next addition. none (64, D): zeros.
+    With promote, `factor` is still to be applied to acc, by the next addition. none (64, D): zeros. change: of the
+    units of V, from block count - 1 to count.
     """
     kt = keys.take(count)
     if CONFIG.ping_pong:
@@ -78,43 +101,61 @@ def step(
         named_barrier("arrive", 8 + (INDEX + 1) % CONFIG.consumers, count)
     s = warpgroup_mma_wait(1, deps=(st,))
     keys.release(count)
-    pf, m, l, risen = softmax(s, m, l, unit, r, False)
+    if CONFIG.softmax_turns:
+        named_barrier("sync", 12 + INDEX, count)
+    pf, m, l, risen = softmax(s, m, l, unit, False)
     if CONFIG.pin:
         l = before_next_wait(l)
+    if CONFIG.softmax_turns:
+        named_barrier("arrive", 12 + (INDEX + 1) % CONFIG.consumers, count)
     pv = warpgroup_mma_wait(0, deps=(at,))
     values.release(count - 1)
+    risen = risen * change
     if CONFIG.promote:  # noqa: SIM108  (constexpr: one of the two is compiled)
         acc = acc * rows_like(factor, acc) + pv
     else:
         acc = scale_rows(pv, rows_like(risen, pv))
-    return packed(pf), m, l, acc, risen
+    return in_words(pf, INTERLEAVED), m, l, acc, risen
 
 
 @gluon.jit
-def masked_step(q, p, m, l, acc, zero, keys, values, count, last, unit, r, P_LAYOUT: gl.constexpr):
-    """The same in turn, for a block that the diagonal crosses: P V(count - 1), Q K(count), softmax(count).
+def step_in_turn(
+    q, p, m, l, acc, factor, zero, none, keys, values, count, last, unit, change,
+    MASKED: gl.constexpr, PROMOTE: gl.constexpr, P_LAYOUT: gl.constexpr, INTERLEAVED: gl.constexpr,
+):  # fmt: skip
+    """The same one after the other: P V(count - 1), Q K(count), softmax(count).
 
-    There is at most one of these a tile (two where block_n is half of block_m), and the mask, a second accumulator and
-    a second loop around them would not fit into the registers. acc is up to date when it returns.
+    MASKED, for a block that the diagonal crosses: columns after `last` are hidden. There is at most one of these a tile
+    (two where block_n is half of block_m), and the mask, a second accumulator and a second loop around them would not
+    fit into the registers. Without PROMOTE acc is up to date when it returns.
     """
     vt = values.take(count - 1)
-    at = warpgroup_mma(unpacked(p, P_LAYOUT), vt, acc, is_async=True)
-    acc = warpgroup_mma_wait(0, deps=(at,))
+    if PROMOTE:
+        at = warpgroup_mma(unpacked(p, P_LAYOUT), vt, none, use_acc=False, is_async=True)
+        acc = acc * rows_like(factor, acc) + warpgroup_mma_wait(0, deps=(at,))
+    else:
+        at = warpgroup_mma(unpacked(p, P_LAYOUT), vt, acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=(at,))
     values.release(count - 1)
     kt = keys.take(count)
     st = warpgroup_mma(q, kt.permute((1, 0)), zero, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=(st,))
     keys.release(count)
-    pf, m, l, risen = softmax(hide_after(s, last, True), m, l, unit, r, True)
-    acc = acc * rows_like(risen, acc)
-    return packed(pf), m, l, acc
+    if MASKED:
+        s = hide_after(s, last, True)
+    pf, m, l, risen = softmax(s, m, l, unit, MASKED)
+    risen = risen * change
+    if not PROMOTE:
+        acc = scale_rows(acc, rows_like(risen, acc))
+    return in_words(pf, INTERLEAVED), m, l, acc, risen
 
 
 @gluon.jit
 def consumer(
     o, lse, queries, keys, values, buffer, work, scales, heads,
     INDEX: gl.constexpr, D: gl.constexpr, CONFIG: gl.constexpr, SCALE_BLOCK: gl.constexpr,
-    CAUSAL: gl.constexpr, TAIL: gl.constexpr, DIAGONALS: gl.constexpr, V_BLOCKS: gl.constexpr,
+    CAUSAL: gl.constexpr, TAIL: gl.constexpr, DIAGONALS: gl.constexpr,
+    V_BLOCKS: gl.constexpr, INTERLEAVED: gl.constexpr,
 ):  # fmt: skip
     """All tiles of the CTA, 64 rows of each."""
     BLOCK_M: gl.constexpr = CONFIG.block_m
@@ -124,8 +165,11 @@ def consumer(
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O_LAYOUT, k_width=4)
     ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     FIRST: gl.constexpr = INDEX * CONFIG.q_stages
+    # The first turn is consumer 0's.
     if CONFIG.ping_pong and CONFIG.consumers - 1 == INDEX:
-        named_barrier("arrive", 8, work.begin)  # the first turn is consumer 0's
+        named_barrier("arrive", 8, work.begin)
+    if CONFIG.softmax_turns and CONFIG.consumers - 1 == INDEX:
+        named_barrier("arrive", 12, work.begin)
     zero = gl.zeros([64, BLOCK_N], gl.float32, layout=S_LAYOUT)
     none = gl.zeros([64, D], gl.float32, layout=O_LAYOUT)
     count = work.begin * 0
@@ -133,9 +177,12 @@ def consumer(
         row, batch, head, kv_head = work.tile(t, BLOCK_M)
         n = work.key_blocks(row, BLOCK_M, BLOCK_N, CAUSAL)
         diagonal = row + INDEX * 64 + work.Lk - work.Lq
-        row_unit, w = scales.of_rows(batch, head, kv_head, row + INDEX * 64, SCALE_BLOCK)
+        mine = row + INDEX * 64
+        if SCALE_BLOCK % BLOCK_M:
+            mine = gl.minimum(mine, work.Lq - 1)  # the rows of a consumer may all be in a block that is not there
+        row_unit, w, inverse = scales.of_rows(batch, head, kv_head, mine, SCALE_BLOCK)
         dk, dv = scales.of_keys(batch, kv_head, (n - 1) * BLOCK_N, SCALE_BLOCK, V_BLOCKS)
-        unit, r = unit_and_ratio(row_unit, w, dk, dv, V_BLOCKS)
+        unit, r = unit_and_ratio(row_unit, inverse, dk, dv)
         acc = gl.zeros([64, D], gl.float32, layout=O_LAYOUT)
         # The last block of keys: there is no product yet to overlap with.
         q = queries.take(t - work.begin, FIRST)
@@ -150,8 +197,8 @@ def consumer(
             s = hide_after(s, work.Lk - (n - 1) * BLOCK_N - 1, False)
         m = gl.full([64], NEG_INF, gl.float32, layout=ROWS)
         l = partial_sums(zero)
-        pf, m, l, _ = softmax(s, m, l, unit, r, CAUSAL)
-        p = packed(pf)
+        pf, m, l, _ = softmax(s, m, l, unit, CAUSAL)
+        p = in_words(pf, INTERLEAVED)
         factor = gl.full([64], 1.0, gl.float32, layout=ROWS)
         count += 1
         done = 1
@@ -162,19 +209,30 @@ def consumer(
                 if j < done:
                     column = (n - 1 - j) * BLOCK_N
                     dk, dv = scales.of_keys(batch, kv_head, column, SCALE_BLOCK, V_BLOCKS)
-                    unit, r = unit_and_ratio(row_unit, w, dk, dv, V_BLOCKS)
-                    p, m, l, acc = masked_step(
-                        q, p, m, l, acc, zero, keys, values, count, diagonal - column, unit, r, P_LAYOUT
-                    )
+                    before = r
+                    unit, r = unit_and_ratio(row_unit, inverse, dk, dv)
+                    p, m, l, acc, _ = step_in_turn(
+                        q, p, m, l, acc, factor, zero, none, keys, values, count, diagonal - column, unit,
+                        change_of_units(before, r, V_BLOCKS), True, False, P_LAYOUT, INTERLEAVED,
+                    )  # fmt: skip
                     count += 1
         dk, dv = scales.of_keys(batch, kv_head, gl.maximum(n - 1 - done, 0) * BLOCK_N, SCALE_BLOCK, V_BLOCKS)
         for j in range(done, n):
-            unit, r = unit_and_ratio(row_unit, w, dk, dv, V_BLOCKS)
+            before = r
+            unit, r = unit_and_ratio(row_unit, inverse, dk, dv)
+            change = change_of_units(before, r, V_BLOCKS)
             # Those of the next turn: a load takes as long as a product.
             dk, dv = scales.of_keys(batch, kv_head, gl.maximum(n - 2 - j, 0) * BLOCK_N, SCALE_BLOCK, V_BLOCKS)
-            p, m, l, acc, factor = step(
-                q, p, m, l, acc, factor, zero, none, keys, values, count, unit, r, INDEX, P_LAYOUT, CONFIG
-            )  # fmt: skip
+            if CONFIG.overlap:
+                p, m, l, acc, factor = step(
+                    q, p, m, l, acc, factor, zero, none, keys, values, count, unit, change,
+                    INDEX, P_LAYOUT, CONFIG, INTERLEAVED,
+                )  # fmt: skip
+            else:
+                p, m, l, acc, factor = step_in_turn(
+                    q, p, m, l, acc, factor, zero, none, keys, values, count, 0, unit, change,
+                    False, CONFIG.promote, P_LAYOUT, INTERLEAVED,
+                )  # fmt: skip
             count += 1
         queries.release(t - work.begin, FIRST)
         vt = values.take(count - 1)
@@ -191,6 +249,8 @@ def consumer(
         l = gl.convert_layout(gl.sum(l, 1), ROWS)
         if row < work.Lq:
             l = gl.where(l == 0.0, 1.0, l)  # a row that sees no key: o = 0, lse = -inf
+            if V_BLOCKS:
+                w = w * r
             ot = (acc * rows_like(w / l, acc)).to(o.dtype)
             tma.store_wait(0)
             buffer.store(ot)

@@ -17,16 +17,18 @@ from ...launch import tma_refusal, tma_strides
 from ..forward import by_block
 from ..quantiser import BLOCK
 from .configs import TABLE, Fp8Config
+from .interleaving import as_stored, padding_refusal
 from .kernel import forward_kernel
 
 _GLUON = {torch.float8_e4m3fn: gl.float8e4nv, torch.bfloat16: gl.bfloat16}
 
 
-def supports(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool) -> str | None:
+def supports(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, v_interleaved: bool = False) -> str | None:
     """Why this kernel cannot run on q (B, Hq, Lq, D), k and v (B, Hkv, Lk, D); None if it can.
 
     The tensors fit together as api.py checks; q, k and the transpose of v must be as the TMA reads them
-    (../../launch.tma_refusal). While a CUDA graph is captured only shapes that ran before are served.
+    (../../launch.tma_refusal), v with room for a multiple of 16 keys if v_interleaved. While a CUDA graph is captured
+    only shapes that ran before are served.
     """
     if not q.dtype == k.dtype == v.dtype == torch.float8_e4m3fn:
         return f"dtypes {q.dtype}, {k.dtype}, {v.dtype}: the Hopper FP8 kernel multiplies float8_e4m3fn"
@@ -43,6 +45,8 @@ def supports(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool) -> 
     if v.numel() and v.stride(2) != 1:
         return f"v's keys are not contiguous, strides {v.stride()}: quantise it with transposed=True"
     if said := tma_refusal("v, transposed,", v.mT):
+        return said
+    if v_interleaved and (said := padding_refusal(v)):
         return said
     if q.device.type != "cuda" or torch.cuda.get_device_capability(q.device) != (9, 0):
         return "q is not on a GPU of compute capability 9.0"
@@ -85,14 +89,16 @@ def forward(
     v_descale: Tensor,
     scale: float,
     causal: bool,
+    v_interleaved: bool = False,
     config: Fp8Config | None = None,
 ) -> tuple[Tensor, Tensor]:
     """o (B, Hq, Lq, D) bfloat16 and lse (B, Hq, Lq) float32, natural log; rows without keys: 0 and -inf.
 
     q (B, Hq, Lq, D), k and v (B, Hkv, Lk, D) float8_e4m3fn, v contiguous along Lk; descales as of api.py, positive.
-    config: None takes the table's. Raises NotImplementedError with the reason of `supports`.
+    v_interleaved: its keys are in the order of interleaving.py. config: None takes the table's.
+    Raises NotImplementedError with the reason of `supports`.
     """
-    reason = supports(q, k, v, scale=scale, causal=causal)
+    reason = supports(q, k, v, scale=scale, causal=causal, v_interleaved=v_interleaved)
     if reason:
         raise NotImplementedError(reason)
     (batch, heads, lq, d), lk = q.shape, k.shape[2]
@@ -108,20 +114,23 @@ def forward(
     by_blocks = v_descale.dim() == 3
     top = v_descale.amax(-1) if by_blocks else v_descale
     top, top_b, top_h, _ = by_block(top, v)
+    columns = as_stored(v, interleaved=v_interleaved)
+    code = fixed(d, config, causal=causal, lq=lq, lk=lk, by_blocks=by_blocks, interleaved=v_interleaved)
     with torch.cuda.device(q.device):
         forward_kernel[(len(starts) - 1,)](
-            _described(q, 64, d), _described(k, config.block_n, d), _described(v.mT, d, config.block_n),
+            _described(q, 64, d), _described(k, config.block_n, d), _described(columns, d, config.block_n),
             _described(o, 64, d), lse, tiles, starts,
             *by_block(q_descale, q), *by_block(k_descale, k), *by_block(v_descale, v), top, top_b, top_h,
             scale * LOG2E, heads, lq, lk,
-            num_warps=4, enable_fp_fusion=True,
-            **fixed(d, config, causal=causal, lq=lq, lk=lk, by_blocks=by_blocks),
+            num_warps=4, enable_fp_fusion=True, **code,
         )  # fmt: skip
     return o, lse
 
 
-def fixed(d: int, config: Fp8Config, *, causal: bool, lq: int, lk: int, by_blocks: bool) -> dict[str, Any]:
-    """The kernel's constants; by_blocks: V has a scale for each block of keys."""
+def fixed(
+    d: int, config: Fp8Config, *, causal: bool, lq: int, lk: int, by_blocks: bool, interleaved: bool = False
+) -> dict[str, Any]:
+    """The kernel's constants; by_blocks: V has a scale for each block of keys; interleaved: as of `forward`."""
     shape = constants(d, config, causal=causal, freeze=False, lq=lq, lk=lk)
     del shape["FREEZE"]
-    return shape | {"SCALE_BLOCK": BLOCK, "V_BLOCKS": by_blocks}
+    return shape | {"SCALE_BLOCK": BLOCK, "V_BLOCKS": by_blocks, "INTERLEAVED": interleaved}

@@ -5,11 +5,15 @@ Both deal the 32 bits of a register, and the columns of a row, to the four threa
     a result     gives thread t two pairs of neighbours, 2 t + (0, 1) and 8 + 2 t + (0, 1), as float32
     an operand   wants from it the four neighbours 4 t + (0 … 3), as 8 bits
 
-The two pairs that a thread wants come from threads s and s + 1, s = 2 t mod 4: the lower ones if t < 2, else the upper
-ones. A shuffle hands on one register a thread. So each first packs the same pair of two groups of 16 columns into one
-register; in one shuffle the even threads then hand on their lower pairs and the odd ones their upper pairs, in a second
-one the reverse, and two byte permutations sort what has come. Per thread and 32 columns of a row: 4 conversions, 2
-shuffles. convert_layout would do the same byte by byte, in three times the instructions.
+`packed` makes operands of keys in their own order. The two pairs that a thread wants come from threads s and s + 1,
+s = 2 t mod 4: the lower ones if t < 2, else the upper ones. A shuffle hands on one register a thread. So each first
+packs the same pair of two groups of 16 columns into one register; in one shuffle the even threads then hand on their
+lower pairs and the odd ones their upper pairs, in a second one the reverse, and two byte permutations sort what has
+come. Per thread and 32 columns of a row: 4 conversions, 2 shuffles. convert_layout would do the same byte by byte, in
+three times the instructions.
+
+`packed_in_place` makes operands of keys in the order of interleaving.py, in which a thread's four values of a result
+are the four that it is to hold: the conversions are all there is.
 
 Between turns of the loop P is kept as int32, four numbers each: a loop would carry 8-bit numbers in a register each.
 """
@@ -36,9 +40,22 @@ prmt.b32 $1, first, second, $14;
 }"""
 
 
+_ASM_IN_PLACE = """{
+.reg .b16 lo, hi;
+cvt.rn.satfinite.e4m3x2.f32 lo, $2, $1;
+cvt.rn.satfinite.e4m3x2.f32 hi, $4, $3;
+mov.b32 $0, {lo, hi};
+}"""
+
+
 @triton.constexpr_function
 def _asm():
     return _ASM
+
+
+@triton.constexpr_function
+def _asm_in_place():
+    return _ASM_IN_PLACE
 
 
 @gluon.jit
@@ -72,8 +89,22 @@ def packed(p):
 
 
 @gluon.jit
+def packed_in_place(p):
+    """p (64, N) as `packed` returns it, but with the columns of each 16 in the order of interleaving.py."""
+    N: gl.constexpr = p.shape[1]
+    # Columns are numbered 16 u + 8 h + 2 t + b.
+    x = gl.permute(gl.reshape(p, [64, N // 16, 2, 4, 2]), (0, 1, 3, 2, 4))  # row, u, t, h, b
+    b0, b1 = gl.split(x)
+    x0, y0 = gl.split(b0)  # x of h = 0, y of h = 1
+    x1, y1 = gl.split(b1)
+    ASM: gl.constexpr = _asm_in_place()
+    w = gl.inline_asm_elementwise(ASM, "=r,r,r,r,r", [x0, x1, y0, y1], dtype=gl.int32, is_pure=True, pack=1)
+    return gl.reshape(w, [64, N // 4])
+
+
+@gluon.jit
 def unpacked(w, LAYOUT: gl.constexpr):
-    """What `packed` returned as an operand: (64, N) E4M3 in LAYOUT."""
+    """What one of these returned as an operand: (64, N) E4M3 in LAYOUT."""
     x = gl.join(w, w)
     x = gl.reshape(gl.join(x, x), [64, w.shape[1] * 4])  # each register four times, to be taken for its four bytes
     x = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r,r,r", [x], dtype=gl.float8e4nv, is_pure=True, pack=4)

@@ -3,11 +3,12 @@
 With q = dq Q8, k = dk_t K8, v = dv_t V8 in block t of keys, and w the largest dv_t of the head:
 
     scores          unit_t S8            unit_t = scale log2(e) dq dk_t, applied in the exponent
-    weights of V8   P r_t                r_t = dv_t / w <= 1, applied in the exponent as well: + log2 r_t
-    at the end      O = w acc / l
+    sums            acc_t = acc_(t-1) r_(t-1) / r_t + P_t V8_t       r_t = dv_t / w <= 1
+    at the end      O = w r_t acc_t / l  for the last t
 
-so that tiles of V with different scales are added up in one accumulator, which no scale is ever applied to, for no
-instruction an element more. l must not see r_t: a block's row sums, four numbers a row, are divided by it.
+so that tiles of V with different scales are added up in one accumulator, held in units of the latest of them. It has a
+factor for the running maximum in any case: another one in it costs a product a row. P and l see no scale of V, and
+so P = 1, the largest of a row, is a number of E4M3 and is rounded to itself.
 
 A unit of 0 (tiny inputs: a product of two descales below 2^-126) would turn hidden scores, -inf, into NaN. It is kept
 at 2^-100, with which scores are as good as 0.
@@ -22,8 +23,11 @@ from ...hopper.channel import Channel
 from ...hopper.gluon_compat import aggregate, tma_load
 
 LEAST_UNIT = gl.constexpr(2.0**-100)
+LEAST_WEIGHT = gl.constexpr(2.0**-100)
+"""Of w, where it is inverted."""
 LEAST_RATIO = gl.constexpr(2.0**-60)
-"""Of r_t. P is at most 2^8 where E4M3 sees it, and what is below 2^-10 there is 0: so is all of such a block."""
+"""Of r_t, or a change of units could be more than float32 holds. A block that is lighter still weighs as much as this:
+nothing, next to one of r_t = 1."""
 
 
 @aggregate
@@ -57,9 +61,10 @@ class Scales:
 
     @gluon.jit
     def of_rows(self, batch, head, kv_head, row, SCALE_BLOCK: gl.constexpr):
-        """scale log2(e) dq for the rows from `row` on, and w for their keys."""
+        """scale log2(e) dq for the rows from `row` on, w for their keys, and 1 / w."""
         dq = gl.load(self.q + batch * self.q_b + head * self.q_h + row // SCALE_BLOCK * self.q_n)
-        return self.scale * dq, gl.load(self.top + batch * self.top_b + kv_head * self.top_h)
+        w = gl.load(self.top + batch * self.top_b + kv_head * self.top_h)
+        return self.scale * dq, w, reciprocal(gl.maximum(w, LEAST_WEIGHT))
 
     @gluon.jit
     def of_keys(self, batch, kv_head, key, SCALE_BLOCK: gl.constexpr, V_BLOCKS: gl.constexpr):
@@ -76,12 +81,24 @@ class Scales:
 
 
 @gluon.jit
-def unit_and_ratio(unit, w, dk, dv, V_BLOCKS: gl.constexpr):
-    """unit_t and r_t of a block, from what of_rows and of_keys returned."""
-    r = 1.0
+def reciprocal(x):
+    """1 / x for a normal number, in one instruction; a division would see to the others as well."""
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def unit_and_ratio(unit, inverse, dk, dv):
+    """unit_t and r_t of a block, from what of_rows and of_keys returned; inverse: 1 / w."""
+    return gl.maximum(unit * dk, LEAST_UNIT), gl.maximum(dv * inverse, LEAST_RATIO)
+
+
+@gluon.jit
+def change_of_units(before, after, V_BLOCKS: gl.constexpr):
+    """What acc is multiplied by from a block of r_t = `before` to one of `after`."""
+    change = 1.0
     if V_BLOCKS:
-        r = gl.maximum(dv / w, LEAST_RATIO)
-    return gl.maximum(unit * dk, LEAST_UNIT), r
+        change = before * reciprocal(after)
+    return change
 
 
 @aggregate
