@@ -1,6 +1,7 @@
 """The faults that exist on a GPU only (tests/mutants/gpu): which the suite fails, and the right kernels that it passes.
 
 python measurements/gpu_lane.py --out measurements/h200/gpu-lane.json
+python measurements/gpu_lane.py --out measurements/h200/gpu-lane.json --only device0_launch      those again
 """
 
 from __future__ import annotations
@@ -43,6 +44,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--workers", type=int, default=4, help="processes side by side (pytest-xdist)")
+    parser.add_argument(
+        "--only", default="", help="tests with this in their name, whose results replace those in the file"
+    )
     asked = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("this machine has no CUDA device; the lane runs on one")
@@ -51,7 +55,8 @@ def main() -> int:
     installed = any(entry.name == "flashattn" for entry in metadata.entry_points(group="pytest11"))
     own = [] if installed else ["-p", "pytest_flashattn.plugin"]
     plugins = [*own, "-p", "no:benchmark", "-p", "no:cacheprovider"]
-    status = pytest.main([str(LANE), *plugins, "-q", "-n", str(asked.workers)], plugins=[recorder])
+    status = pytest.main([str(LANE), *plugins, "-q", "-n", str(asked.workers), "-k", asked.only], plugins=[recorder])
+    before = json.loads(asked.out.read_text(encoding="utf-8"))["tests"] if asked.only and asked.out.is_file() else {}
     report = {
         "command": "python measurements/gpu_lane.py",
         "date": date.today().isoformat(),
@@ -59,7 +64,7 @@ def main() -> int:
         "devices": torch.cuda.device_count(),
         "versions": {"torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version()},
         "seconds": round(time.monotonic() - began, 1),
-        "tests": dict(sorted(recorder.tests.items())),
+        "tests": dict(sorted((before | recorder.tests).items())),
     }
     asked.out.parent.mkdir(parents=True, exist_ok=True)
     asked.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -54,7 +54,7 @@ def hopper_forward(report: dict[str, Any]) -> list[str]:
         ("fp16, running maximum", "online", "fp16"),
     ):
         found = [c for (_, _, kind), by_length in cells.items() if kind == dtype for c in by_length.values()]
-        lines.append(_summary(name, len(_lengths(rows)), found, form))
+        lines.append(_summary(name, len(_lengths(rows)), found, form, any("fa3" in c["tflops"] for c in _flat(rows))))
     return lines
 
 
@@ -138,23 +138,31 @@ def _hopper(report: dict[str, Any], kind: str) -> dict[Setting, dict[int, dict[s
 
 def _by_length(rows: dict[Setting, dict[int, dict[str, Any]]], form: str, head: str) -> list[str]:
     lengths = _lengths(rows)
-    lines = [f"| {head} | " + " | ".join(f"N {n}" for n in lengths) + " | × FA2 | × cuDNN | least × cuDNN |"]
-    lines.append("|---|" + "---|" * (len(lengths) + 3))
+    fa3 = any("fa3" in cell["tflops"] for cell in _flat(rows))
+    titles = ["× FA2", "× cuDNN", *["× FA3"] * fa3, "least × the better of cuDNN and FA3" if fa3 else "least × cuDNN"]
+    lines = [f"| {head} | " + " | ".join([*(f"N {n}" for n in lengths), *titles]) + " |"]
+    lines.append("|---|" + "---|" * (len(lengths) + len(titles)))
     for setting in sorted(rows):
         found = rows[setting]
-        values = [f"{found[n]['tflops'][form]:.0f}" for n in lengths] + _ratios(found.values(), form)
+        values = [f"{found[n]['tflops'][form]:.0f}" for n in lengths] + _ratios(found.values(), form, fa3)
         lines.append(f"| {_said(setting)} | " + " | ".join(values) + " |")
     return lines
 
 
-def _summary(name: str, lengths: int, cells: list[dict[str, Any]], form: str) -> str:
-    values = [f"**{value}**" for value in _ratios(cells, form)]
+def _summary(name: str, lengths: int, cells: list[dict[str, Any]], form: str, fa3: bool = False) -> str:
+    values = [f"**{value}**" if value else "" for value in _ratios(cells, form, fa3)]
     return f"| {name} | " + " | ".join([""] * lengths + values) + " |"
 
 
-def _ratios(cells: Iterable[dict[str, Any]], form: str) -> list[str]:
-    fa2, cudnn = ([cell["ratios"][f"{form}/{peer}"] for cell in cells] for peer in ("fa2", "cudnn"))
-    return [f"{_mean(fa2):.2f}", f"{_mean(cudnn):.2f}", f"{min(cudnn):.2f}"]
+def _ratios(cells: Iterable[dict[str, Any]], form: str, fa3: bool) -> list[str]:
+    """Geometric means of the ratios to FA2, cuDNN and, where asked for, FA3 (empty where it has no kernel); the least
+    ratio to the better of the last two."""
+    of = {
+        peer: [c["ratios"][f"{form}/{peer}"] for c in cells if peer in c["tflops"]] for peer in ("fa2", "cudnn", "fa3")
+    }
+    better = [min(c["ratios"][f"{form}/{peer}"] for peer in ("cudnn", "fa3") if peer in c["tflops"]) for c in cells]
+    means = [f"{_mean(of[peer]):.2f}" if of[peer] else "" for peer in ("fa2", "cudnn", *["fa3"] * fa3)]
+    return [*means, f"{min(better):.2f}"]
 
 
 def _lengths(rows: dict[Setting, dict[int, dict[str, Any]]]) -> list[int]:

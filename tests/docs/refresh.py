@@ -17,6 +17,7 @@ from documents import ROOT, blocks, read
 
 sys.path.insert(0, str(ROOT / "measurements"))
 import kernel_tables
+import performance_tables
 import power_tables
 from evidence import table as evidence
 
@@ -38,6 +39,7 @@ def tables() -> dict[str, list[str]]:
         "features": _table("feature", "what it means", FEATURES.items()),
         "evidence": evidence(sorted(ROOT.glob("measurements/*/calibration-*.json"))),
         **kernel_tables.tables(ROOT / "measurements/h200"),
+        **performance_tables.tables(ROOT / "measurements/h200/performance.json"),
         **power_tables.tables(ROOT / "measurements/cpu"),
         "options": _table("option", "what it says", ((f"{o.flag}={o.metavar}", _meaning(o)) for o in OPTIONS)),
     }
@@ -95,7 +97,8 @@ def _run(*args: str) -> str:
 
 
 def main() -> None:
-    for page in ("README.md", "docs/guide.md", "docs/accuracy.md", "docs/kernels.md", "docs/power.md"):
+    pages = ("guide", "accuracy", "kernels", "performance", "power")
+    for page in ("README.md", *(f"docs/{name}.md" for name in pages)):
         text = with_tables(read(page))
         if page == "README.md":
             text = SAMPLE.sub(lambda m: f"{m[1]}\n{sample()}", text)
