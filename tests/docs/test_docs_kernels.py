@@ -15,7 +15,9 @@ from documents import ROOT, read
 sys.path.insert(0, str(ROOT / "measurements"))
 import hopper
 import hopper_backward
+import hopper_proof
 import kernel_tables
+import sanitizers
 
 PAGE = read("docs/kernels.md")
 WORDS = " ".join(PAGE.split())
@@ -119,6 +121,36 @@ def test_hopper_repeats() -> None:
         counts.append(len(repeats))
     assert f"In {counts[0]} of the forward's and {counts[1]} of the two passes' the same call, 200 times" in WORDS
     assert {cell["cell"].split()[1] for cell in repeats} == {"twopass"}
+
+
+def test_the_hopper_kernels_through_the_public_function() -> None:
+    for name in ("hopper", "hopper_deterministic"):
+        found = report(f"conformance-{name}")
+        assert found["complete"]
+        assert set(found["totals"]) == {"verified", "declared"}
+        assert f"{found['totals']['verified']} verified each" in WORDS
+
+
+def test_a_thousand_repeats_and_graphs() -> None:
+    ours = [cell for cell in report("hopper-repeats")["cells"] if "specialised" not in cell["cell"]]
+    assert all(cell["calls"] == 1000 and cell["differing"] == 0 for cell in ours)
+    assert f"two passes, in {len(ours)} settings" in WORDS
+    assert sorted(cell["cell"] for cell in report("hopper-graphs")["cells"]) == sorted(hopper_proof.graphs_cells())
+    assert all(cell["ok"] for cell in report("hopper-graphs")["cells"])
+
+
+def test_sanitizers() -> None:
+    found = {cell["cell"]: cell for cell in (*report("hopper-sanitizer")["cells"], *report("hopper-consan")["cells"])}
+    for tool in ("memcheck", "consan"):
+        own = [cell for name, cell in found.items() if name.startswith(tool)]
+        assert own
+        assert all(cell["ok"] for cell in own)
+        assert all(found[f"control {of} {name}"]["ok"] for of, name in sanitizers.WRONG if of == tool)
+        assert all(found[f"spared {of} {name}"]["ok"] for of, name in sanitizers.RIGHT if of == tool)
+    assert not found["spared racecheck handed"]["ok"]
+    assert {"online", "stage3", "onepass", "twopass"} <= {
+        name.split()[1] for name in found if name.startswith("consan")
+    }
 
 
 def test_weak_points_of_the_hopper_kernels() -> None:
