@@ -60,3 +60,12 @@ def test_no_scale_makes_up_for_three_bits() -> None:
         assert math.hypot(*parts) == pytest.approx(kernel(family, both, "inputs"), rel=0.05)
         whole = [e["inputs"] for name, e in found["errors"].items() if "one a" in name and "alone" not in name]
         assert min(whole) > 5 * kernel(family, "bf16", "inputs")
+
+
+def test_the_sums_of_a_gpu_are_those_of_the_model() -> None:
+    sums: dict[str, Any] = json.loads((ROOT / "measurements/h200/fp8-sums.json").read_text(encoding="utf-8"))
+    model, gpu = sums["emulator"], sums["gpu"]
+    assert {of[f"lost {side} 1"] for of in (model, gpu) for side in ("above", "below")} == {14}
+    for name, error in gpu["errors"].items():
+        if not name.startswith("16384"):
+            assert error["rms"] == pytest.approx(model["errors"][name]["rms"], rel=0.01), name
