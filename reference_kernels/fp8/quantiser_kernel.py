@@ -64,6 +64,7 @@ def _held(t):
 
 @triton.jit
 def _factor(most, largest):
+    """The scale of a block whose largest magnitude is `most`; of nothing but zeros it is 1."""
     return tl.where(most > 0.0, tl.maximum(tl.div_rn(most, largest), 1.1754943508222875e-38), 1.0)
 
 
@@ -161,7 +162,7 @@ def _finish(
     if y is None:
         tl.store(amax + at, most, mask=rows > 0)
     else:
-        factor = tl.where(most > 0.0, tl.maximum(tl.div_rn(most, largest), 1.1754943508222875e-38), 1.0)
+        factor = _factor(most, largest)
         if descale_n is None:
             tl.store(descale + place, factor, mask=(block == 0) & (rows > 0))
         else:
