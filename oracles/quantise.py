@@ -62,7 +62,8 @@ def quantise(
     else:
         shared = group if per == "group" else 1
         amax = _amax(size.reshape(b, h // shared, shared * length * d))
-    scale = torch.where(amax == 0, 1.0, (amax / largest).clamp_min(_SMALLEST))
+    # By a tensor: a number PyTorch turns into its reciprocal on a GPU, and multiplies, which rounds twice.
+    scale = torch.where(amax == 0, 1.0, (amax / torch.full_like(amax, largest)).clamp_min(_SMALLEST))
     whole = (x / spread(scale, x, block)).clamp(-largest, largest)
     return Quantised(whole.to(dtype), scale)
 

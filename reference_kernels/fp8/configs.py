@@ -63,14 +63,14 @@ QUANTISERS: dict[int, dict[str, dict[int, QuantiserConfig]]] = {
     89: _ALONE,
     90: {
         "rows": {d: _Q(64) for d in (64, 128, 256)},
-        "columns": {64: _Q(64), 128: _Q(128), 256: _Q(64)},
-        "rotated": {64: _Q(64, 64, 1, 3), 128: _Q(128, 64, 1, 2), 256: _Q(64, 128, 1, 1)},
+        "columns": {d: _Q(64) for d in (64, 128, 256)},
+        "rotated": {64: _Q(64, 64, 1, 3), 128: _Q(64, 64, 1, 2), 256: _Q(128, 64, 1, 1)},
     },
     100: _ALONE,
 }
-"""Of the quantiser, by architecture, what it does, and head dimension; rotated columns are "rotated". Chosen by what
-compiles without spills, on Hopper by instructions and by the bytes that fit on their way at once; not measured. Blocks
-ahead need 172 to 213 KB of shared memory at D = 256, which only architectures with 227 KB have."""
+"""Of the quantiser, by architecture, what it does, and head dimension; rotated columns are "rotated". On Hopper the
+fastest of measurements/h200/fp8-quantisers.json, elsewhere what compiles without spills. Blocks ahead need 172 to 213
+KB of shared memory at D = 256, which only architectures with 227 KB have."""
 
 MOST_WARPS = 16
 

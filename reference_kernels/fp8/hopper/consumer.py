@@ -126,7 +126,7 @@ def step_in_turn(
     """The same one after the other: P V(count - 1), Q K(count), softmax(count).
 
     MASKED, for a block that the diagonal crosses: columns after `last` are hidden. There is at most one of these a tile
-    (two where block_n is half of block_m), and the mask, a second accumulator and a second loop around them would not
+    (two where block_m is more than block_n), and the mask, a second accumulator and a second loop around them would not
     fit into the registers. Without PROMOTE acc is up to date when it returns.
     """
     vt = values.take(count - 1)
@@ -205,7 +205,7 @@ def consumer(
         if DIAGONALS:
             # The mask touches more blocks.
             done = gl.maximum(n - work.full_blocks(row, BLOCK_N), 1)
-            for j in gl.static_range(1, BLOCK_M // BLOCK_N + 1):
+            for j in gl.static_range(1, (BLOCK_M + BLOCK_N - 1) // BLOCK_N + 1):
                 if j < done:
                     column = (n - 1 - j) * BLOCK_N
                     dk, dv = scales.of_keys(batch, kv_head, column, SCALE_BLOCK, V_BLOCKS)
