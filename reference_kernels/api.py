@@ -59,7 +59,7 @@ def flash_attention(
     (Hq,): one more logit a head, in the denominator only. Gradients: q, k, v, an additive bias, sinks, and through lse.
 
     kernel: None runs the fastest that can (dispatch.py, and `available` for why not); "hopper", "triton" or
-    "specialised" (the forward alone; the backward is plain Triton's) that one.
+    "specialised" (the interpreter alone; the backward is plain Triton's) that one.
     The output has the same bits in every call. So have the gradients, but for those of q by the fastest Hopper kernel:
     deterministic=True asks for one that repeats them too, None for what torch.use_deterministic_algorithms says.
 

@@ -3,7 +3,7 @@
     pytest --flashattn-impl=reference_kernels.variants:hopper
 
 triton                  the plain Triton kernels
-specialised             the forward whose warps the compiler specialises; what it does not serve it refuses
+specialised             the forward whose warps the compiler specialises, in the interpreter; on a GPU it refuses
 hopper                  the Hopper kernels; what they do not serve they refuse
 hopper_deterministic    the same, with the backward that repeats its bits
 """
