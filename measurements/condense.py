@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 KEPT = ("id", "status", "reason")
-ABSOLUTE = re.compile(r"/(?:[\w.+-]+/)+([\w.+-]+/[\w.+-]+\.py)")
+ABSOLUTE = re.compile(r"/(?:[\w.+-]+/)+([\w.+-]+/[\w.+-]+\.(?:py|cpp|cu))")
 """Where on some machine a file lay; its folder and name say enough."""
 
 

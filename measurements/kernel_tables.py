@@ -122,6 +122,43 @@ def compared(report: dict[str, Any], kind: str, names: tuple[str, ...]) -> list[
     return lines
 
 
+def fp8_speed(speeds: dict[str, Any], tiles: dict[str, Any]) -> list[str]:
+    """TFLOP/s in the fastest tiles at long N, geometric means of the ratios there, and the table's tile."""
+    lengths = (4096, 8192, 16384)
+    titles = [
+        "tile",
+        *(f"N {n}" for n in lengths),
+        "× bf16",
+        "× cuDNN's FP8",
+        "× FA3's FP8",
+        "N 8192, table's tile",
+        "× bf16",
+    ]
+    lines = [f"| D | {' | '.join(titles)} |", "|---|" + "---|" * len(titles)]
+    cells = {tuple(c["cell"].split()[1:4]): c for c in speeds["cells"] if c["cell"].endswith("block")}
+    chosen = {tuple(c["cell"].split()[1:4]): c for c in tiles["cells"]}
+    for d in (64, 128, 256):
+        for causal in ("0", "1"):
+            found = [cells[str(d), causal, str(n)] for n in lengths]
+            row = [speeds["tiles"][str(d)], *(f"{c['tflops']['table']:.0f}" for c in found)]
+            row += [
+                f"{_mean(c['ratios'][f'table/{peer}'] for c in found):.2f}" for peer in ("bf16", "cudnn fp8", "fa3 fp8")
+            ]
+            tile = chosen[str(d), causal, "8192"]
+            row += [f"{tile['tflops']['table']:.0f}", f"{tile['ratios']['table/bf16']:.2f}"]
+            lines.append(f"| {_said((d, causal == '1', ''))} | {' | '.join(row)} |")
+    return lines
+
+
+def fp8_quantisers(report: dict[str, Any]) -> list[str]:
+    """The best share of copy bandwidth of each, by head dim."""
+    lines = ["| | D 64 | D 128 | D 256 |", "|---|---|---|---|"]
+    best = {tuple(c["cell"].split()[1:]): max(c["shares of copy"].values()) for c in report["cells"]}
+    for how, said in (("rows", "as it lies"), ("columns", "transposed (V)"), ("rotated", "rotated (Q, K)")):
+        lines.append(f"| {said} | " + " | ".join(f"{best[d, 'block', how]:.2f}" for d in ("64", "128", "256")) + " |")
+    return lines
+
+
 Setting = tuple[int, bool, str]
 """D, causal, dtype."""
 
@@ -184,9 +221,18 @@ def _mean(ratios: Any) -> float:
 
 def tables(folder: Path) -> dict[str, list[str]]:
     """Every table by the marker under which docs/kernels.md has it."""
-    kernels, forward, backward, stages, turns = (
+    kernels, forward, backward, stages, turns, fp8, tiles, quantisers = (
         json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
-        for name in ("kernels", "hopper-forward", "hopper-backward", "hopper-stages", "hopper-compared")
+        for name in (
+            "kernels",
+            "hopper-forward",
+            "hopper-backward",
+            "hopper-stages",
+            "hopper-compared",
+            "fp8-speed",
+            "fp8-tiles",
+            "fp8-quantisers",
+        )
     )
     return {
         "kernel-speed": speed(kernels),
@@ -195,6 +241,8 @@ def tables(folder: Path) -> dict[str, list[str]]:
         "hopper-backward": hopper_backward(backward),
         "hopper-costs": hopper_costs(forward),
         "hopper-stages": hopper_stages(stages),
+        "fp8-speed": fp8_speed(fp8, tiles),
+        "fp8-quantisers": fp8_quantisers(quantisers),
         "compared-v1": compared(turns, "v1", ("v1", "plain", "fa2", "cudnn")),
         "compared-atomic": compared(
             turns, "atomic", ("atomic", "plain_backward", "fa2", "onepass", "twopass", "cudnn")

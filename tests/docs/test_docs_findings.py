@@ -17,6 +17,7 @@ REPORTS = {
     "FlashAttention-2": "h200/conformance-sdpa_flash",
     "Memory-efficient": "h200/conformance-sdpa_efficient",
     "cuDNN": "h200/conformance-sdpa_cudnn",
+    "FlashAttention-3": "h200/conformance-fa3",
     "flex_attention": "h200/conformance-flex_compiled",
 }
 
