@@ -14,7 +14,6 @@ def tables(path: Path) -> dict[str, list[str]]:
     return {
         "performance-side-by-side": side_by_side(report["table"]),
         "performance-believed": believed(report),
-        "performance-memory": report.get("memory", []),
     }
 
 
