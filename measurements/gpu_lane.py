@@ -12,13 +12,13 @@ import platform
 import sys
 import time
 from datetime import date
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import triton
+from plugin import by_name
 
 LANE = Path(__file__).resolve().parents[1] / "tests" / "mutants" / "gpu"
 
@@ -51,10 +51,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         parser.error("this machine has no CUDA device; the lane runs on one")
     recorder, began = Recorder(), time.monotonic()
-    # Where the package is not installed its plugin must be named.
-    installed = any(entry.name == "flashattn" for entry in metadata.entry_points(group="pytest11"))
-    own = [] if installed else ["-p", "pytest_flashattn.plugin"]
-    plugins = [*own, "-p", "no:benchmark", "-p", "no:cacheprovider"]
+    plugins = [*by_name(), "-p", "no:benchmark", "-p", "no:cacheprovider"]
     status = pytest.main([str(LANE), *plugins, "-q", "-n", str(asked.workers), "-k", asked.only], plugins=[recorder])
     before = json.loads(asked.out.read_text(encoding="utf-8"))["tests"] if asked.only and asked.out.is_file() else {}
     report = {

@@ -34,6 +34,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "performa
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from cheats import Slower
+from performance_tables import spread
+from plugin import by_name
 
 from pytest_flashattn import matrices, trial
 from pytest_flashattn.__main__ import main as command
@@ -71,10 +73,9 @@ def suite(folder: Path, *args: str) -> tuple[dict[str, Any], float, str]:
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
     }
     own = ["-p", "no:cacheprovider", "--benchmark-quiet", "--flashattn-json=lane.json", "--flashattn-timeout=0"]
-    plugin = ["-p", "pytest_flashattn.plugin"] if not _installed() else []
     began = time.perf_counter()
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", *plugin, *own, *args],
+        [sys.executable, "-m", "pytest", *by_name(), *own, *args],
         cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
     )  # fmt: skip
     seconds = time.perf_counter() - began
@@ -82,12 +83,6 @@ def suite(folder: Path, *args: str) -> tuple[dict[str, Any], float, str]:
     if not path.is_file():
         raise SystemExit(f"the lane wrote no report:\n{done.stdout[-3000:]}")
     return json.loads(path.read_text(encoding="utf-8")), seconds, done.stdout
-
-
-def _installed() -> bool:
-    from importlib import metadata
-
-    return any(entry.name == "flashattn" for entry in metadata.entry_points(group="pytest11"))
 
 
 def rows(document: dict[str, Any]) -> list[dict[str, Any]]:
@@ -110,20 +105,6 @@ def lane(before: list[dict[str, Any]] | None, cases: list[Case], spec: str) -> l
     runs = [*(before or []), run]
     print(f"lane: {seconds:.0f} s; spread of the ratio: {spread(runs)}", flush=True)
     return runs
-
-
-def spread(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """By implementation: the largest ratio of any run divided by the smallest, minus 1, worst and median point."""
-    found: dict[str, Any] = {}
-    for spec in {run["implementation"] for run in runs}:
-        own = [{(r["check"], r["case"]): r["ratio"][0] for r in run["rows"] if "ratio" in r} for run in runs
-               if run["implementation"] == spec]  # fmt: skip
-        points = set(own[0]).intersection(*own)
-        spreads = sorted(max(run[at] for run in own) / min(run[at] for run in own) - 1 for at in points)
-        if spreads:
-            median = spreads[len(spreads) // 2]
-            found[spec] = {"runs": len(own), "points": len(spreads), "worst": spreads[-1], "median": median}
-    return found
 
 
 def compare(cases: list[Case], spec: str) -> dict[str, Any]:

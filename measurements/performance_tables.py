@@ -39,15 +39,13 @@ def believed(report: dict[str, Any]) -> list[str]:
         )
         slower = f"{found['comparisons']} times {found['slowdown']:.0%} slower"
         rows.append([slower, _counted(found["slower"]["verdicts"])])
-    for spec in dict.fromkeys(run["implementation"] for run in report["lane"]):
-        runs = [run["rows"] for run in report["lane"] if run["implementation"] == spec]
-        runs.append([row for row in report["table"]["rows"] if row["implementation"] == spec])  # measured it once more
-        ratios = [{(row["check"], row["case"]): row["ratio"][0] for row in rows if "ratio" in row} for rows in runs]
-        points = set(ratios[0]).intersection(*ratios)
-        worst = max(max(of[at] for of in ratios) / min(of[at] for of in ratios) - 1 for at in points)
-        rows.append(
-            [f"spread of the ratio over {len(runs)} runs, `{spec}`, {len(points)} points", f"at most {worst:.1%}"]
-        )
+    tables = [  # measured the implementation of the lane once more
+        {"implementation": spec, "rows": [row for row in report["table"]["rows"] if row["implementation"] == spec]}
+        for spec in dict.fromkeys(run["implementation"] for run in report["lane"])
+    ]
+    for spec, of in spread([*report["lane"], *tables]).items():
+        said = f"spread of the ratio over {of['runs']} runs, `{spec}`, {of['points']} points"
+        rows.append([said, f"at most {of['worst']:.1%}"])
     for run in report["lane"]:
         rows.append([f"{len(run['rows'])} measurements of `{run['implementation']}`", f"{run['seconds']:.0f} s"])
     return ["| what | found |", "|---|---|", *(f"| {' | '.join(row)} |" for row in rows)]
@@ -55,3 +53,17 @@ def believed(report: dict[str, Any]) -> list[str]:
 
 def _counted(verdicts: list[str]) -> str:
     return ", ".join(f"{count} {verdict}" for verdict, count in Counter(verdicts).most_common())
+
+
+def spread(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """By implementation: the largest ratio of any run divided by the smallest, minus 1, worst and median point."""
+    found: dict[str, Any] = {}
+    for spec in {run["implementation"] for run in runs}:
+        own = [{(r["check"], r["case"]): r["ratio"][0] for r in run["rows"] if "ratio" in r} for run in runs
+               if run["implementation"] == spec]  # fmt: skip
+        points = set(own[0]).intersection(*own)
+        spreads = sorted(max(run[at] for run in own) / min(run[at] for run in own) - 1 for at in points)
+        if spreads:
+            median = spreads[len(spreads) // 2]
+            found[spec] = {"runs": len(own), "points": len(spreads), "worst": spreads[-1], "median": median}
+    return found
