@@ -145,7 +145,11 @@ def machine(device: torch.device) -> str | None:
         return f"{needs}; the tensors are on {device.type}"
     if (found := torch.cuda.get_device_capability(device)) != (9, 0):
         return f"{needs}; this one has {found[0]}.{found[1]}"
-    return _other_triton("the Hopper kernels are written for the Gluon")
+    oldest, newest = TRITON_VERSIONS
+    if oldest <= tuple(map(int, re.findall(r"\d+", triton.__version__)[:2])) <= newest:
+        return None
+    tested = " to ".join(f"{major}.{minor}" for major, minor in TRITON_VERSIONS)
+    return f"the Hopper kernels are written for the Gluon of Triton {tested}; this is {triton.__version__}"
 
 
 @functools.cache
@@ -162,14 +166,6 @@ def specialised_machine(device: torch.device) -> str | None:
     if not INTERPRETED.value:
         return "what the compiler makes of the specialised kernels races; specialised.forward runs them all the same"
     return None
-
-
-def _other_triton(written_for: str) -> str | None:
-    oldest, newest = TRITON_VERSIONS
-    if oldest <= tuple(map(int, re.findall(r"\d+", triton.__version__)[:2])) <= newest:
-        return None
-    tested = " to ".join(f"{major}.{minor}" for major, minor in TRITON_VERSIONS)
-    return f"{written_for} of Triton {tested}; this is {triton.__version__}"
 
 
 def _refuse(kernel: str | None, reason: str | None) -> None:
