@@ -27,6 +27,7 @@ from typing import Any
 from cells import Answer, Script, counted, main
 
 FORMS = ("online", "freeze")
+DTYPES_AND_FORMS = (("bf16", "freeze"), ("bf16", "online"), ("fp16", "online"))
 REPEATS = 200
 LENGTHS = (8192, 2048, 512, 16384, 4096, 1024)
 
@@ -46,6 +47,16 @@ SHAPES = {
     "q>k+128": "b1-h2-q640-k384",
     "q<k": "b1-h2-q333-k700",
     "q<k+64": "b1-h2-q256-k320",
+    "k+1": "b1-h2-q256-k257",
+    "q+1": "b1-h2-q257-k256",
+    "127": "b1-h2-q127-k127",
+    "129": "b1-h2-q129-k129",
+    "quarter": "b1-h2-q255-k1056",
+    "quarter+1": "b1-h2-q191-k1057",
+    "q1-ragged": "b2-h2-q1-k1025",
+    "q65": "b2-h2-q65-k191",
+    "k65": "b2-h2-q191-k65",
+    "q>>k": "b1-h2-q1000-k257",
     "gqa8": "b2-h16-kv2-q512-k512",
     "gqa8-ragged": "b2-h8-kv1-q391-k517",
     "swapped": "b2-h4-q320-k320|swapped",
@@ -61,6 +72,8 @@ SHAPES = {
     "many": "b33-h8-q130-k130",
     "long": "b1-h2-q4096-k4096",
 }
+WIDE_CAUSAL = ("b1-h1-q8001-k8193", "b1-h1-q8193-k8100")
+"""The tiles of 192 rows that D 64 has from 8000 on, causal, whose rows and keys are short."""
 BF16_ONLY = {"offset", "negoffset"}  # scores of 1e5 are sums of products that fp16 cannot hold
 
 
@@ -70,23 +83,28 @@ def check_cells() -> list[str]:
     cells = []
     for name, shape in SHAPES.items():
         geometry, _, rest = shape.partition("|")
-        for dtype, form in (("bf16", "freeze"), ("bf16", "online"), ("fp16", "online")):
+        for dtype, form in DTYPES_AND_FORMS:
             if dtype == "fp16" and name in BF16_ONLY:
                 continue
             for d, causal in problems:
                 cells.append(f"check {form} {dtype}-{geometry}-d{d}{causal}{'-' + rest if rest else ''} drawn")
+    for geometry in WIDE_CAUSAL:
+        cells += [f"check {form} {dtype}-{geometry}-d64-causal drawn" for dtype, form in DTYPES_AND_FORMS]
     for d, causal in problems:
-        cells += [f"check freeze bf16-b2-h4-q1100-k1100-d{d}{causal} {inputs}" for inputs in ("late", "huge")]
-        cells += [f"repeat {form} bf16-b4-h8-kv4-q1000-k1000-d{d}{causal} drawn" for form in FORMS]
+        for n in (1025, 1100):
+            cells += [f"check freeze bf16-b2-h4-q{n}-k{n}-d{d}{causal} {inputs}" for inputs in ("late", "huge")]
+        for n in (1000, 1025):
+            cells += [f"repeat {form} bf16-b4-h8-kv4-q{n}-k{n}-d{d}{causal} drawn" for form in FORMS]
         cells.append(f"repeat freeze bf16-b2-h4-q1000-k1000-d{d}{causal} late")
     return cells
 
 
 def warm_cells() -> list[str]:
     """warm D CAUSAL N DTYPE FORM: one for each kernel that the speed cells need."""
-    problems = [(d, causal, n) for d in (128, 64, 256) for causal in (0, 1) for n in (8192, 8191, 512)]
+    lengths = {128: (8192, 8191, 8193), 64: (8192, 8191, 8193, 512, 511, 513), 256: (8192, 8191, 8193)}
+    problems = [(d, causal, n) for d in lengths for causal in (0, 1) for n in lengths[d]]
     cells = [f"warm {d} {causal} {n} bf16 {form}" for d, causal, n in problems for form in FORMS]
-    return cells + [f"warm {d} {causal} {n} fp16 online" for d, causal, n in problems if n != 8191]
+    return cells + [f"warm {d} {causal} {n} fp16 online" for d, causal, n in problems if n % 2 == 0]
 
 
 def speed_cells() -> list[str]:
@@ -200,13 +218,13 @@ def flops_of(q: Any, causal: bool) -> float:
 
 
 def warm(d: int, causal: bool, n: int, dtype: str, form: str) -> Answer:
-    """Compile a kernel, into the cache on disk, by one small call in the tile of length n."""
+    """Compile a kernel, into the cache on disk, by one small call in the tile of length n, as ragged as n is."""
     import torch
 
     from reference_kernels.hopper import forward
     from reference_kernels.hopper.configs import lookup
 
-    q, k, v = tensors(d, 256 if n % 2 == 0 else 255, dtype, batch=1)
+    q, k, v = tensors(d, 255 + (n + 1) % 256, dtype, batch=1)
     forward(q, k, v, causal=causal, form=form, config=lookup(d, causal=causal, lq=n, lk=n))  # type: ignore[arg-type]
     torch.cuda.synchronize()
     return {"ok": True}

@@ -34,8 +34,9 @@ ALWAYS = {
     "hopper-forward-fp16-d64-192x128-dense-online",
     "hopper-forward-bf16-d64-128x128-causal-freeze",
     "hopper-forward-bf16-d128-128x128-causal-online",
-    "hopper-forward-bf16-d128-128x128-causal-freeze-diagonals",
+    "hopper-forward-bf16-d128-128x128-causal-freeze-short32",
     "hopper-forward-bf16-d256-128x64-dense-freeze-tail",
+    "hopper-forward-bf16-d256-128x64-dense-freeze-rowless-short16",
 }
 
 
@@ -53,14 +54,17 @@ def descriptor_type(dtype: str, rows: int, d: int) -> str:
 def forward_case(
     dtype: str, d: int, config: Config, *, causal: bool = False, freeze: bool = False, lq: int = 768, lk: int = 768
 ) -> HopperCase:
-    """The kernel for one dtype ("bf16"), head dimension and tile. lq, lk: whether they make tails decides the code."""
+    """The kernel for one dtype ("bf16"), head dimension and tile. lq, lk: what is ragged in them decides the code."""
     fixed = constants(d, config, causal=causal, freeze=freeze, lq=lq, lk=lk)
     signature = dict.fromkeys("qo", descriptor_type(dtype, 64, d))
     signature |= dict.fromkeys("kv", descriptor_type(dtype, config.block_n, d))
     signature |= {"lse": "*fp32", "outgrown": "*i32", "tiles": "*i64", "starts": "*i32", "scale": "fp32"}
-    signature |= dict.fromkeys(("heads", "Lq", "Lk"), "i32") | dict.fromkeys(fixed, "constexpr")
+    signature |= dict.fromkeys(("heads", "Lq", "Lk"), "i32") | {"o_rows": f"*{dtype}"}
+    signature |= dict.fromkeys(fixed, "constexpr")
     said = [f"{config.block_m}x{config.block_n}", "causal" if causal else "dense", "freeze" if freeze else "online"]
-    said += [word for word, constant in (("tail", "TAIL"), ("diagonals", "DIAGONALS")) if fixed[constant]]
+    words = (("tail", "TAIL"), ("diagonals", "DIAGONALS"), ("rowless", "ROWLESS"))
+    said += [word for word, constant in words if fixed[constant]]
+    said += [f"short{fixed['SHORT']}"] if fixed["SHORT"] else []
     name = "-".join(["hopper-forward", dtype, f"d{d}", *said])
     return HopperCase(name, forward_kernel, signature, fixed, num_warps=4, num_stages=1)
 
@@ -79,7 +83,7 @@ def stage_case(stage: Stage, dtype: str, d: int, *, causal: bool) -> HopperCase:
 
 
 def compile_cases(capability: int) -> list[HopperCase]:
-    """Every tile of the table in both forms, causal and not, and what tails add; the stages. All for 90 alone."""
+    """Every tile of the table in both forms, causal and not, and what ragged lengths add; the stages. For 90 alone."""
     if capability != 90:
         return []
     cases = []
@@ -89,9 +93,15 @@ def compile_cases(capability: int) -> list[HopperCase]:
         for config in dict.fromkeys(config for rules in by_mask.values() for _, config in rules):
             cases += [
                 forward_case("fp16", d, config),
+                forward_case("fp16", d, config, lq=769, lk=769),
+                forward_case("bf16", d, config, freeze=True, lq=1),
+                forward_case("bf16", d, config, freeze=True, lq=769, lk=769),
                 forward_case("bf16", d, config, freeze=True, lk=1000),
+                forward_case("bf16", d, config, freeze=True, lq=1, lk=1000),
                 forward_case("bf16", d, config, causal=True),
+                forward_case("fp16", d, config, causal=True, lq=769, lk=769),
                 forward_case("bf16", d, config, causal=True, freeze=True),
+                forward_case("bf16", d, config, causal=True, freeze=True, lq=769, lk=769),
                 forward_case("bf16", d, config, causal=True, freeze=True, lk=1000),
             ]
     return sampled(cases, ALWAYS)

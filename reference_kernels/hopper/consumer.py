@@ -8,8 +8,9 @@ cores work on the second, the warp group computes the softmax of the first:
     this warp group |             | softmax(j)           |             | softmax(j+1)         |
 
 and with ping-pong the other warp groups issue their products in turn, so that one's softmax also hides behind the
-others' products. Blocks are visited from the last to the first: those that a mask touches come first and are peeled off
-the loop.
+others' products. Blocks are visited from the last to the first: those that the diagonal crosses come first and are
+peeled off the loop, and so is block 0, the last, where it has fewer keys than the others (work.py): its products are as
+narrow as its keys allow.
 
 The reference of the exponentials, m, is a running maximum ("online"), or the maximum of the blocks that the mask
 touches, or of the first block, and kept ("freeze"). softmax may subtract any number: the frozen one is not above the
@@ -30,8 +31,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .gluon_compat import tma_store
 from .producer import end_of_repeat
-from .ptx import before_next_wait, finish_stores, named_barrier, rounded_pairs, scale_rows
-from .softmax import hide_after, partial_sums, probabilities, raised_maximum, rows_like
+from .ptx import before_next_wait, finish_stores, named_barrier, product, rounded_pairs, scale_rows
+from .softmax import hide_after, hide_before, partial_sums, probabilities, raised_maximum, rows_like
 
 LN2 = gl.constexpr(0.6931471805599453)
 LIMIT = gl.constexpr(7.9e28)
@@ -42,12 +43,24 @@ INF = gl.constexpr(float("inf"))
 
 
 @gluon.jit
+def last_rows(tile, N: gl.constexpr):
+    """The last N rows of a tile in shared memory."""
+    ROWS: gl.constexpr = tile.shape[0]
+    return tile if N == ROWS else tile.slice(ROWS - N, N)
+
+
+@gluon.jit
 def step(
-    q, p, m, l, acc, zero, keys, values, count, diagonal, column, scale,
-    INDEX: gl.constexpr, MASKED: gl.constexpr, ONLINE: gl.constexpr, P_LAYOUT: gl.constexpr, CONFIG: gl.constexpr,
+    q, p, m, l, acc, zero, keys, values, count, key_pad, diagonal, column, scale,
+    INDEX: gl.constexpr, BEFORE: gl.constexpr, AFTER: gl.constexpr, ONLINE: gl.constexpr, P_LAYOUT: gl.constexpr,
+    CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Q K(count) and P V(count - 1) under way together, softmax(count) meanwhile. Returns p, m, l, acc."""
-    kt = keys.take(count)
+    """Q K(count) and P V(count - 1) under way together, softmax(count) meanwhile. Returns p, m, l, acc.
+
+    zero (64, w): of the keys the last w count, and `column` is the first of them. BEFORE: columns before key_pad are
+    hidden. AFTER: those beyond the diagonal.
+    """
+    kt = last_rows(keys.take(count), zero.shape[1])
     if CONFIG.ping_pong:
         named_barrier("sync", 8 + INDEX, count)
     st = warpgroup_mma(q, kt.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -57,22 +70,49 @@ def step(
         named_barrier("arrive", 8 + (INDEX + 1) % CONFIG.consumers, count)
     s = warpgroup_mma_wait(1, deps=(st,))
     keys.release(count)
-    if MASKED:
+    if BEFORE:
+        s = hide_before(s, key_pad - column)
+    if AFTER:
         s = hide_after(s, diagonal - column, True)
     if ONLINE:
-        m, factor = raised_maximum(s, m, scale, MASKED)
-        pf = probabilities(s, m, scale, MASKED)
-        l = l * rows_like(factor, l) + partial_sums(pf)
+        m, factor = raised_maximum(s, m, scale, AFTER)
+        pf = probabilities(s, m, scale, AFTER)
+        l = l * rows_like(factor, l) + gl.convert_layout(partial_sums(pf), l.type.layout, assert_trivial=True)
         if CONFIG.pin:
             l = before_next_wait(l)
     else:
         pf = probabilities(s, m, scale, False)
-        l = l + partial_sums(pf)
+        l = l + gl.convert_layout(partial_sums(pf), l.type.layout, assert_trivial=True)
     acc = warpgroup_mma_wait(0, deps=(at,))
     values.release(count - 1)
     if ONLINE:
         acc = scale_rows(acc, rows_like(factor, acc))
     return gl.convert_layout(rounded_pairs(pf, q.dtype), P_LAYOUT), m, l, acc
+
+
+@gluon.jit
+def last_product(p, acc, queries, tile_count, values, count, FIRST: gl.constexpr, CONFIG: gl.constexpr):
+    """acc + P V(count - 1) with nothing left to overlap, of V as many last rows as p (64, w) has columns."""
+    if not CONFIG.o_in_q:
+        queries.release(tile_count, FIRST)
+    vt = last_rows(values.take(count - 1), p.shape[1])
+    at = warpgroup_mma(p, vt, acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=(at,))
+    values.release(count - 1)
+    return acc
+
+
+@gluon.jit
+def pass_over(keys, values, count, INDEX: gl.constexpr, CONFIG: gl.constexpr):
+    """What `step` does for the producer and the other consumers, without a product: for a consumer that has no rows."""
+    keys.take(count)
+    if CONFIG.ping_pong:
+        named_barrier("sync", 8 + INDEX, count)
+    values.take(count - 1)
+    if CONFIG.ping_pong:
+        named_barrier("arrive", 8 + (INDEX + 1) % CONFIG.consumers, count)
+    keys.release(count)
+    values.release(count - 1)
 
 
 @gluon.jit
@@ -87,10 +127,24 @@ def has_outgrown(l, acc):
 
 
 @gluon.jit
+def store_present(o_rows, ot, first, row):
+    """Rows of ot (64, D) from row 0 on, without the TMA, which cannot store from before the first row.
+
+    o_rows: pointer to o, contiguous; first: the number of row `row` among all rows of all heads.
+    """
+    D: gl.constexpr = ot.shape[1]
+    L: gl.constexpr = ot.type.layout
+    r = gl.arange(0, 64, layout=gl.SliceLayout(1, L))[:, None]
+    c = gl.arange(0, D, layout=gl.SliceLayout(0, L))[None, :]
+    gl.store(o_rows + first * D + r * D + c, ot, mask=row + r >= 0)
+
+
+@gluon.jit
 def attend_tiles(
-    o, lse, queries, keys, values, buffer, work, end, q_count, kv_count, scale, heads,
+    outputs, lse, queries, keys, values, buffer, work, end, q_count, kv_count, scale, heads,
     INDEX: gl.constexpr, D: gl.constexpr, CONFIG: gl.constexpr,
-    CAUSAL: gl.constexpr, TAIL: gl.constexpr, DIAGONALS: gl.constexpr, FREEZE: gl.constexpr,
+    CAUSAL: gl.constexpr, TAIL: gl.constexpr, DIAGONALS: gl.constexpr, SHORT: gl.constexpr, ROWLESS: gl.constexpr,
+    FREEZE: gl.constexpr,
 ):  # fmt: skip
     """The tiles work.begin … end - 1. q_count, kv_count: as for producer.load_tiles.
 
@@ -104,12 +158,19 @@ def attend_tiles(
     ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     FIRST: gl.constexpr = INDEX * CONFIG.q_stages
     zero = gl.zeros([64, BLOCK_N], gl.float32, layout=S_LAYOUT)
+    row_pad = 0
+    key_pad = 0
+    if SHORT:
+        key_pad = work.key_pad(BLOCK_N)
+        if CAUSAL:
+            row_pad = work.row_pad(BLOCK_M)
     outgrown = 0
     count = kv_count
     for t in range(work.begin, end):
         row, batch, head, _ = work.tile(t, BLOCK_M)
-        n = work.key_blocks(row, BLOCK_M, BLOCK_N, CAUSAL)
-        diagonal = row + INDEX * 64 + work.Lk - work.Lq
+        row = row - row_pad
+        n = work.key_blocks(row + key_pad, BLOCK_M, BLOCK_N, CAUSAL)
+        diagonal = row + key_pad + INDEX * 64 + work.Lk - work.Lq
         tile_count = q_count + t - work.begin
         acc = gl.zeros([64, D], gl.float32, layout=O_LAYOUT)
         # The last block of keys: there is no product yet to overlap with.
@@ -123,6 +184,9 @@ def attend_tiles(
             s = hide_after(s, diagonal - (n - 1) * BLOCK_N, True)
         elif TAIL:
             s = hide_after(s, work.Lk - (n - 1) * BLOCK_N - 1, False)
+        if SHORT:  # noqa: SIM102  (constexpr)
+            if n == 1:
+                s = hide_before(s, key_pad)
         m = gl.max(s, 1)
         pf = probabilities(s, m, scale, CAUSAL)
         l = partial_sums(pf)
@@ -131,43 +195,78 @@ def attend_tiles(
         done = 1
         if DIAGONALS:
             # The mask touches more blocks. A frozen reference is found here, so these need a running maximum as well.
-            done = gl.maximum(n - work.full_blocks(row, BLOCK_N), 1)
+            done = gl.maximum(n - work.full_blocks(row + key_pad, BLOCK_N), 1)
             for j in range(1, done):
                 p, m, l, acc = step(
-                    q, p, m, l, acc, zero, keys, values, count, diagonal, (n - 1 - j) * BLOCK_N, scale,
-                    INDEX, True, True, P_LAYOUT, CONFIG,
+                    q, p, m, l, acc, zero, keys, values, count, key_pad, diagonal, (n - 1 - j) * BLOCK_N, scale,
+                    INDEX, SHORT > 0, True, True, P_LAYOUT, CONFIG,
                 )  # fmt: skip
                 count += 1
-        for _ in range(done, n):
+        if ROWLESS and INDEX > 0:
+            # In the last tile of a head this consumer may have no rows; what it computes is not written.
+            idle = gl.where(row + INDEX * 64 < work.Lq, done, n)
+            for _ in range(done, idle):
+                pass_over(keys, values, count, INDEX, CONFIG)
+                count += 1
+            done = idle
+        whole = n
+        if SHORT:
+            whole = n - 1
+        for _ in range(done, whole):
             p, m, l, acc = step(
-                q, p, m, l, acc, zero, keys, values, count, 0, 0, scale,
-                INDEX, False, not FREEZE, P_LAYOUT, CONFIG,
+                q, p, m, l, acc, zero, keys, values, count, 0, 0, 0, scale,
+                INDEX, False, False, not FREEZE, P_LAYOUT, CONFIG,
             )  # fmt: skip
             count += 1
-        if not CONFIG.o_in_q:
-            queries.release(tile_count, FIRST)
-        vt = values.take(count - 1)
-        at = warpgroup_mma(p, vt, acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=(at,))
-        values.release(count - 1)
+        if SHORT:
+            if done < n:
+                # Every row sees all keys of block 0.
+                SHORT_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], instr_shape=[16, SHORT, 16])
+                few = gl.zeros([64, SHORT], gl.float32, layout=SHORT_LAYOUT)
+                short_p, m, l, acc = step(
+                    q, p, m, l, acc, few, keys, values, count, key_pad, 0, BLOCK_N - SHORT, scale,
+                    INDEX, True, False, not FREEZE, P_LAYOUT, CONFIG,
+                )  # fmt: skip
+                count += 1
+                acc = last_product(short_p, acc, queries, tile_count, values, count, FIRST, CONFIG)
+            else:
+                acc = last_product(p, acc, queries, tile_count, values, count, FIRST, CONFIG)
+        else:
+            acc = last_product(p, acc, queries, tile_count, values, count, FIRST, CONFIG)
 
-        # O leaves by TMA, which drops the rows beyond Lq: through a buffer of its own or, where memory is short, Q's.
+        # O leaves by TMA, which drops rows that are not there: through a buffer of its own or, for lack of memory, Q's.
         row += INDEX * 64
         l = gl.convert_layout(gl.sum(l, 1), ROWS)
-        if row < work.Lq:
+        present = row < work.Lq
+        if CAUSAL and SHORT:
+            present = row > -64
+        if present:
             if FREEZE:
                 outgrown = gl.maximum(outgrown, has_outgrown(l, acc))
             l = gl.where(l == 0.0, 1.0, l)  # a row that sees no key: o = 0, lse = -inf
+            o = outputs[0]
             ot = (acc * rows_like(1.0 / l, acc)).to(o.dtype)
             ob = q if CONFIG.o_in_q else buffer
             if not CONFIG.o_in_q:
                 tma.store_wait(0)
-            ob.store(ot)
-            fence_async_shared()
-            tma_store(o, [batch, head, row, 0], ob)
+            if CAUSAL and SHORT:
+                if row < 0:
+                    store_present(outputs[1], ot, (batch * heads + head).to(gl.int64) * work.Lq + row, row)
+                else:
+                    ob.store(ot)
+                    fence_async_shared()
+                    tma_store(o, [batch, head, row, 0], ob)
+            else:
+                ob.store(ot)
+                fence_async_shared()
+                tma_store(o, [batch, head, row, 0], ob)
             rows = row + gl.arange(0, 64, layout=ROWS)
             lse_rows = lse + (batch * heads + head).to(gl.int64) * work.Lq + rows
-            gl.store(lse_rows, (m * scale + gl.log2(l)) * LN2, mask=rows < work.Lq)
+            there = rows < work.Lq
+            if CAUSAL and SHORT:
+                there = rows >= 0
+            # The exponents had m scale rounded, once a row: the same here, and its error is none.
+            gl.store(lse_rows, (product(m, scale) + gl.log2(l)) * LN2, mask=there)
         if CONFIG.o_in_q:
             tma.store_wait(0)
             queries.release(tile_count, FIRST)
@@ -176,16 +275,17 @@ def attend_tiles(
 
 @gluon.jit
 def consumer(
-    o, lse, outgrown, decided, queries, keys, values, buffer, work, scale, heads,
+    outputs, lse, outgrown, decided, queries, keys, values, buffer, work, scale, heads,
     INDEX: gl.constexpr, D: gl.constexpr, CONFIG: gl.constexpr,
-    CAUSAL: gl.constexpr, TAIL: gl.constexpr, DIAGONALS: gl.constexpr, FREEZE: gl.constexpr,
+    CAUSAL: gl.constexpr, TAIL: gl.constexpr, DIAGONALS: gl.constexpr, SHORT: gl.constexpr, ROWLESS: gl.constexpr,
+    FREEZE: gl.constexpr,
 ):  # fmt: skip
     """All tiles of the CTA; with FREEZE once more with a running maximum, if any consumer found that it must be."""
     if CONFIG.ping_pong and CONFIG.consumers - 1 == INDEX:
         named_barrier("arrive", 8, work.begin)  # the first turn is consumer 0's
     count, mine = attend_tiles(
-        o, lse, queries, keys, values, buffer, work, work.end, 0, 0, scale, heads,
-        INDEX, D, CONFIG, CAUSAL, TAIL, DIAGONALS, FREEZE,
+        outputs, lse, queries, keys, values, buffer, work, work.end, 0, 0, scale, heads,
+        INDEX, D, CONFIG, CAUSAL, TAIL, DIAGONALS, SHORT, ROWLESS, FREEZE,
     )  # fmt: skip
     if FREEZE:
         gl.store(outgrown + gl.program_id(0) * CONFIG.consumers + INDEX, mine)
@@ -193,7 +293,7 @@ def consumer(
         end = end_of_repeat(outgrown, decided, work, CONFIG)
         finish_stores(end)  # the second walk writes the same rows
         attend_tiles(
-            o, lse, queries, keys, values, buffer, work, end, work.end - work.begin, count, scale, heads,
-            INDEX, D, CONFIG, CAUSAL, TAIL, DIAGONALS, False,
+            outputs, lse, queries, keys, values, buffer, work, end, work.end - work.begin, count, scale, heads,
+            INDEX, D, CONFIG, CAUSAL, TAIL, DIAGONALS, SHORT, ROWLESS, False,
         )  # fmt: skip
     tma.store_wait(0)

@@ -18,16 +18,19 @@ from .work import Work
 
 @gluon.jit(do_not_specialize=["heads", "Lq", "Lk"])
 def forward_kernel(
-    q, k, v, o, lse, outgrown, tiles, starts, scale, heads, Lq, Lk,
+    q, k, v, o, lse, outgrown, tiles, starts, scale, heads, Lq, Lk, o_rows,
     D: gl.constexpr, CONFIG: gl.constexpr, CAUSAL: gl.constexpr, TAIL: gl.constexpr, DIAGONALS: gl.constexpr,
-    FREEZE: gl.constexpr,
+    SHORT: gl.constexpr, ROWLESS: gl.constexpr, FREEZE: gl.constexpr,
 ):  # fmt: skip
     """Attention over the tiles of this CTA. acc, m, l: float32.
 
     q, o: descriptors of (B, Hq, Lq, D) with blocks of 64 rows; k, v: of (B, Hkv, Lk, D) with blocks of block_n rows.
     lse (B, Hq, Lq) float32 is written, in natural logarithm. outgrown: one int32 for each consumer (FREEZE).
     tiles, starts: schedule.py. scale: of q k^T, times log2(e), positive.
-    TAIL: Lk is not a multiple of block_n. DIAGONALS: a tile may have more than one block that the diagonal crosses.
+    o_rows: pointer to o, contiguous (B, Hq, Lq, D), for what the TMA cannot store (CAUSAL with SHORT).
+    TAIL: the last block of keys is not full. DIAGONALS: a tile may have more than one block that the diagonal crosses.
+    SHORT: 0, or how many columns of block 0, which then is the one that is not full, are multiplied where no other mask
+    is (work.py). ROWLESS: of a head's last tile a consumer may have no rows.
     """
     NC: gl.constexpr = CONFIG.consumers
     KV_STAGES: gl.constexpr = CONFIG.kv_stages
@@ -46,14 +49,15 @@ def forward_kernel(
     decided = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(decided, count=NC)
     fence_async_shared()
+    outputs = (o, o_rows) if CAUSAL and SHORT else (o,)
     if NC == 2:
         gl.warp_specialize(
             [
-                (consumer, (o, lse, outgrown, decided, queries, keys, values, buffers.index(0), work, scale,
-                            heads, 0, D, CONFIG, CAUSAL, TAIL, DIAGONALS, FREEZE)),
-                (consumer, (o, lse, outgrown, decided, queries, keys, values, buffers.index(BUFFERS - 1), work, scale,
-                            heads, 1, D, CONFIG, CAUSAL, TAIL, DIAGONALS, FREEZE)),
-                (producer, (q, k, v, outgrown, decided, queries, keys, values, work, CONFIG, CAUSAL, FREEZE)),
+                (consumer, (outputs, lse, outgrown, decided, queries, keys, values, buffers.index(0), work, scale,
+                            heads, 0, D, CONFIG, CAUSAL, TAIL, DIAGONALS, SHORT, ROWLESS, FREEZE)),
+                (consumer, (outputs, lse, outgrown, decided, queries, keys, values, buffers.index(BUFFERS - 1), work,
+                            scale, heads, 1, D, CONFIG, CAUSAL, TAIL, DIAGONALS, SHORT, ROWLESS, FREEZE)),
+                (producer, (q, k, v, outgrown, decided, queries, keys, values, work, CONFIG, CAUSAL, SHORT, FREEZE)),
             ],
             [4, 1],
             [CONFIG.consumer_registers, CONFIG.producer_registers],
@@ -61,13 +65,13 @@ def forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (consumer, (o, lse, outgrown, decided, queries, keys, values, buffers.index(0), work, scale,
-                            heads, 0, D, CONFIG, CAUSAL, TAIL, DIAGONALS, FREEZE)),
-                (consumer, (o, lse, outgrown, decided, queries, keys, values, buffers.index(1), work, scale,
-                            heads, 1, D, CONFIG, CAUSAL, TAIL, DIAGONALS, FREEZE)),
-                (consumer, (o, lse, outgrown, decided, queries, keys, values, buffers.index(2), work, scale,
-                            heads, 2, D, CONFIG, CAUSAL, TAIL, DIAGONALS, FREEZE)),
-                (producer, (q, k, v, outgrown, decided, queries, keys, values, work, CONFIG, CAUSAL, FREEZE)),
+                (consumer, (outputs, lse, outgrown, decided, queries, keys, values, buffers.index(0), work, scale,
+                            heads, 0, D, CONFIG, CAUSAL, TAIL, DIAGONALS, SHORT, ROWLESS, FREEZE)),
+                (consumer, (outputs, lse, outgrown, decided, queries, keys, values, buffers.index(1), work, scale,
+                            heads, 1, D, CONFIG, CAUSAL, TAIL, DIAGONALS, SHORT, ROWLESS, FREEZE)),
+                (consumer, (outputs, lse, outgrown, decided, queries, keys, values, buffers.index(2), work, scale,
+                            heads, 2, D, CONFIG, CAUSAL, TAIL, DIAGONALS, SHORT, ROWLESS, FREEZE)),
+                (producer, (q, k, v, outgrown, decided, queries, keys, values, work, CONFIG, CAUSAL, SHORT, FREEZE)),
             ],
             [4, 4, 1],
             [CONFIG.consumer_registers, CONFIG.consumer_registers, CONFIG.producer_registers],

@@ -55,7 +55,11 @@ def _work(q: Tensor, k: Tensor, causal: bool, config: Config | None) -> tuple[Pr
     (batch, heads, lq, d), (kv_heads, lk) = q.shape, k.shape[1:3]
     causal = causal and lq > 1  # one row at the end sees every key
     config = config or lookup(d, causal=causal, lq=lq, lk=lk)
-    problem = Problem(batch, heads, heads // kv_heads, lq, lk, d, config.block_m, config.block_n, causal)
+    code = constants(d, config, causal=causal, freeze=False, lq=lq, lk=lk)
+    problem = Problem(
+        batch, heads, heads // kv_heads, lq, lk, d, config.block_m, config.block_n, causal,
+        code["SHORT"], code["ROWLESS"],
+    )  # fmt: skip
     return problem, _sms(q.device), q.device
 
 
@@ -112,20 +116,39 @@ def forward(
         forward_kernel[(grid,)](
             descriptor(q, 64), descriptor(k, config.block_n), descriptor(v, config.block_n), descriptor(o, 64),
             lse, outgrown, tiles, starts, (d**-0.5 if scale is None else scale) * LOG2E,
-            heads, lq, lk,
+            heads, lq, lk, o,
             num_warps=4, enable_fp_fusion=True, **constants(d, config, causal=causal, freeze=freeze, lq=lq, lk=lk),
         )  # fmt: skip
     return o, lse
 
 
+def short_block(config: Config, *, causal: bool, lq: int, lk: int) -> int:
+    """The kernel's SHORT: a quarter of a block where the keys that are left over are no more.
+
+    More of them are not worth it: then all blocks begin with key 0, and the last one has a tail that is masked, by the
+    diagonal if causal. But with a square tile whose rows and keys are not ragged alike, the diagonal would cross a
+    second block in every tile; a whole block 0 that is short spares that. 192 rows and 128 keys never meet: always 0.
+    """
+    if causal and config.block_m % config.block_n:
+        return 0
+    keys = lk % config.block_n
+    if 0 < keys <= config.block_n // 4:
+        return config.block_n // 4
+    apart = causal and config.block_m == config.block_n and (lk - lq) % config.block_n
+    return config.block_n if apart else 0
+
+
 def constants(d: int, config: Config, *, causal: bool, freeze: bool, lq: int, lk: int) -> dict[str, Any]:
-    """The kernel's constants. A dense tail, and more than one diagonal block a tile, are code of their own."""
-    aligned = config.block_m == config.block_n and (lk - lq) % config.block_n == 0
+    """The kernel's constants. What ragged lengths need, and more than one diagonal block a tile, is code of its own."""
+    short = short_block(config, causal=causal, lq=lq, lk=lk)
     return {
         "D": d,
         "CONFIG": config,
         "CAUSAL": causal,
-        "TAIL": not causal and lk % config.block_n != 0,
-        "DIAGONALS": causal and not aligned,
+        "DIAGONALS": causal and config.block_m != config.block_n,
+        "TAIL": not causal and not short and lk % config.block_n != 0,
+        "SHORT": short,
+        # With SHORT whether or not this lq leaves a consumer without rows, for fewer variants.
+        "ROWLESS": not causal and (short > 0 or (config.consumers == 2 and -(-lq // 64) % 2 == 1)),
         "FREEZE": freeze,
     }

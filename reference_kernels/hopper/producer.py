@@ -2,7 +2,7 @@
 
 For each tile of queries: Q, then K and V of every block of keys from the last to the first, in the order in which the
 consumers will want them: K of block j + 1 before V of block j. It runs into the next tile while the consumers are
-finishing this one.
+finishing this one. Blocks that are short at their beginning (work.py) are copied whole, zeros where nothing is.
 """
 
 from triton.experimental import gluon
@@ -12,7 +12,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 @gluon.jit
 def load_tiles(
-    q, k, v, queries, keys, values, work, end, q_count, kv_count, CONFIG: gl.constexpr, CAUSAL: gl.constexpr
+    q, k, v, queries, keys, values, work, end, q_count, kv_count,
+    CONFIG: gl.constexpr, CAUSAL: gl.constexpr, SHORT: gl.constexpr = 0,
 ):  # fmt: skip
     """Fill the channels with the tiles work.begin … end - 1. q_count, kv_count: tiles that went through them before.
 
@@ -22,18 +23,25 @@ def load_tiles(
     BLOCK_N: gl.constexpr = CONFIG.block_n
     NC: gl.constexpr = CONFIG.consumers
     count = kv_count  # a literal argument cannot change in a loop
+    row_pad = 0
+    key_pad = 0
+    if SHORT:
+        key_pad = work.key_pad(BLOCK_N)
+        if CAUSAL:
+            row_pad = work.row_pad(BLOCK_M)
     for t in range(work.begin, end):
         row, batch, q_head, kv_head = work.tile(t, BLOCK_M)
-        n = work.key_blocks(row, BLOCK_M, BLOCK_N, CAUSAL)
+        row = row - row_pad
+        n = work.key_blocks(row + key_pad, BLOCK_M, BLOCK_N, CAUSAL)
         for c in gl.static_range(NC):
             queries.fill(q, batch, q_head, row + c * 64, q_count + t - work.begin, c * CONFIG.q_stages)
-        last = (n - 1) * BLOCK_N
+        last = (n - 1) * BLOCK_N - key_pad
         keys.fill(k, batch, kv_head, last, count)
         for j in range(1, n):
             keys.fill(k, batch, kv_head, last - j * BLOCK_N, count + j)
             values.fill(v, batch, kv_head, last - j * BLOCK_N + BLOCK_N, count + j - 1)
         count += n
-        values.fill(v, batch, kv_head, 0, count - 1)
+        values.fill(v, batch, kv_head, 0 - key_pad, count - 1)
     return count
 
 
@@ -51,10 +59,10 @@ def end_of_repeat(outgrown, decided, work, CONFIG: gl.constexpr):
 @gluon.jit
 def producer(
     q, k, v, outgrown, decided, queries, keys, values, work,
-    CONFIG: gl.constexpr, CAUSAL: gl.constexpr, FREEZE: gl.constexpr,
+    CONFIG: gl.constexpr, CAUSAL: gl.constexpr, SHORT: gl.constexpr, FREEZE: gl.constexpr,
 ):  # fmt: skip
     """Load everything; with FREEZE once more, if consumer.py asks for it."""
-    count = load_tiles(q, k, v, queries, keys, values, work, work.end, 0, 0, CONFIG, CAUSAL)
+    count = load_tiles(q, k, v, queries, keys, values, work, work.end, 0, 0, CONFIG, CAUSAL, SHORT)
     if FREEZE:
         end = end_of_repeat(outgrown, decided, work, CONFIG)
-        load_tiles(q, k, v, queries, keys, values, work, end, work.end - work.begin, count, CONFIG, CAUSAL)
+        load_tiles(q, k, v, queries, keys, values, work, end, work.end - work.begin, count, CONFIG, CAUSAL, SHORT)

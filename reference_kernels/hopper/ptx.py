@@ -1,4 +1,4 @@
-"""Five things that Gluon cannot say, in inline PTX.
+"""Seven things that Gluon cannot say, in inline PTX.
 
 A compiler moves instructions wherever the result stays the same. These are the places where the order, or the shape, of
 the machine code decides the speed: each says what happened without it.
@@ -40,6 +40,16 @@ def before_next_wait(x):
         is_pure=False,
         pack=1,
     )
+
+
+@gluon.jit
+def known_here(x):
+    """x, an int32, of which LLVM knows nothing before this place: what follows from it stays behind a loop's head.
+
+    A mask that is the same for all tiles is otherwise computed before the loop over them, and its bits are kept in
+    registers that the products need.
+    """
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -88,3 +98,9 @@ def finish_stores(x):
     gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
     )
+
+
+@gluon.jit
+def product(x, y):
+    """x y, rounded. In a sum, a plain one becomes part of a multiply-add, which does not round it."""
+    return gl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], gl.float32, True, 1)

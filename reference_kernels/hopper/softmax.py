@@ -9,6 +9,8 @@ of the tile adds up: a sum over the quad in each block would cost shuffles.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from .ptx import known_here
+
 NEG_INF = gl.constexpr(float("-inf"))
 
 
@@ -34,8 +36,21 @@ def hide_after(s, last, DIAGONAL: gl.constexpr):
     left = last - 2 * b[None, None, :, None] - c[None, None, None, :]
     if DIAGONAL:
         r = gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, X))))
-        left += r[:, None, None, None]
+        left = left + r[:, None, None, None]
     x = gl.where(8 * a[None, :, None, None] <= left, x, NEG_INF)
+    return gl.convert_layout(gl.reshape(x, s.shape), s.type.layout)
+
+
+@gluon.jit
+def hide_before(s, first):
+    """-inf before column `first` of s (64, N), as in hide_after."""
+    x = gl.reshape(s, [s.shape[0], s.shape[1] // 8, 4, 2])
+    X: gl.constexpr = x.type.layout
+    a = gl.arange(0, s.shape[1] // 8, layout=gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, X))))
+    b = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, X))))
+    c = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, X))))
+    left = known_here(first) - 2 * b[None, None, :, None] - c[None, None, None, :]
+    x = gl.where(8 * a[None, :, None, None] >= left, x, NEG_INF)
     return gl.convert_layout(gl.reshape(x, s.shape), s.type.layout)
 
 
@@ -45,7 +60,7 @@ def probabilities(s, m, scale, HIDDEN: gl.constexpr):
     shift = m * scale
     if HIDDEN:
         shift = gl.where(m == NEG_INF, 0.0, shift)  # exp2(-inf + inf) would be NaN
-    return gl.exp2(s * scale - shift[:, None])
+    return gl.exp2(s * scale - rows_like(shift, s))
 
 
 @gluon.jit
@@ -61,7 +76,7 @@ def raised_maximum(s, m, scale, HIDDEN: gl.constexpr):
     The old one is kept until the maximum is more than 2^8 above it: any reference gives the same softmax, fp32 sums and
     16-bit P have the range for 2^8, and most blocks then rescale nothing.
     """
-    top = gl.maximum(m, gl.max(s, 1))
+    top = gl.maximum(m, gl.convert_layout(gl.max(s, 1), m.type.layout))
     top = gl.where((top - m) * scale <= 8.0, m, top)
     factor = gl.exp2((m - top) * scale)
     if HIDDEN:

@@ -4,6 +4,12 @@ The list of tiles is data, made by schedule.py. A tile is BLOCK_M query rows of 
 
     bits 0 … 19    number of the row block          20 … 31    kv head
     bits 32 … 43   query head                       44 … 63    batch
+
+Where lengths are no multiples of the blocks, something must be short: the last block and the last tile or, with the
+kernel's SHORT (launch.short_block), the first ones. Then block 0, which is visited last, has fewer keys: block j begins
+`key_pad` keys before key j BLOCK_N, and the last block ends with the last key. With a causal mask row tiles end with
+the last row likewise, `row_pad` rows earlier: so the diagonal meets the blocks of keys as it does at even lengths, and
+the tile that is short sees the fewest keys. What is before the first row or key is not there: the TMA loads zeros.
 """
 
 # No `from __future__ import annotations`: an aggregate checks its fields against these types.
@@ -40,8 +46,21 @@ class Work:
         return (low & 0xFFFFF) * BLOCK_M, high >> 12, high & 0xFFF, (low >> 20) & 0xFFF
 
     @gluon.jit
+    def key_pad(self, BLOCK_N: gl.constexpr):
+        """Keys that block 0 lacks, its first ones."""
+        return gl.cdiv(self.Lk, BLOCK_N) * BLOCK_N - self.Lk
+
+    @gluon.jit
+    def row_pad(self, BLOCK_M: gl.constexpr):
+        """Rows that tile 0 lacks, its first ones, where tiles end with the last row."""
+        return gl.cdiv(self.Lq, BLOCK_M) * BLOCK_M - self.Lq
+
+    @gluon.jit
     def key_blocks(self, row, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):
-        """How many blocks of keys the rows row … row + BLOCK_M - 1 see any of; at least 1, or it would be no tile."""
+        """How many blocks of keys the rows row … row + BLOCK_M - 1 see any of; at least 1, or it would be no tile.
+
+        row: here and below plus key_pad, so that the diagonal is counted from the first column of block 0.
+        """
         n = gl.cdiv(self.Lk, BLOCK_N)
         if CAUSAL:
             n = gl.minimum(n, gl.cdiv(row + BLOCK_M + self.Lk - self.Lq, BLOCK_N))

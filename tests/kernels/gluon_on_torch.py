@@ -66,14 +66,19 @@ class Language:
     join = staticmethod(lambda a, b: torch.stack((a, b), -1))
     permute = staticmethod(lambda x, order: x.permute(order))
     reshape = staticmethod(lambda x, shape: x.reshape(shape))
-    convert_layout = staticmethod(lambda x, layout: x)
+    convert_layout = staticmethod(lambda x, layout, **words: x)
     cdiv = staticmethod(lambda a, b: -(-a // b))
     max = staticmethod(lambda x, axis: x.amax(axis))
     sum = staticmethod(lambda x, axis: x.sum(axis))
     exp2 = staticmethod(lambda x: torch.as_tensor(x).exp2())
     log2 = staticmethod(lambda x: torch.as_tensor(x).log2())
-    where = staticmethod(lambda c, a, b: torch.where(c, torch.as_tensor(a), torch.as_tensor(b)))
     NVMMADistributedLayout = DotOperandLayout = SliceLayout = staticmethod(lambda *a, **k: None)
+
+    @staticmethod
+    def where(c: Any, a: Any, b: Any) -> Any:
+        if isinstance(c, bool):
+            return a if c else b
+        return torch.where(c, torch.as_tensor(a), torch.as_tensor(b))
 
     @staticmethod
     def load(p: Pointer) -> Any:
@@ -94,7 +99,8 @@ class Language:
 
     @staticmethod
     def store(p: Pointer, value: Tensor, mask: Tensor) -> None:
-        p.memory[p.offset[mask]] = value[mask]
+        mask = mask.expand(value.shape)
+        p.memory[p.offset[mask]] = value[mask].to(p.memory.dtype)
 
 
 def on_torch(function: Any, **replaced: Any) -> Callable[..., Any]:

@@ -1,0 +1,249 @@
+"""The source of the Hopper forward, run on torch tensors, against the oracles: all that it says about numbers."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import itertools
+import math
+import types
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from gluon_on_torch import Int, Pointer, on_torch
+
+import oracles
+from reference_kernels.hopper import consumer, producer, softmax
+from reference_kernels.hopper.configs import TABLE, Config
+from reference_kernels.hopper.launch import LOG2E, constants
+from reference_kernels.hopper.schedule import Problem, assign
+from reference_kernels.hopper.work import Work
+
+NARROW, WIDE = (TABLE[64][False][i][1] for i in (1, 0))
+CONFIGS = {64: (NARROW, WIDE), 128: (TABLE[128][True][0][1],), 256: (TABLE[256][True][0][1],)}
+
+
+class Channel:
+    """Tiles by their number; how often each was taken and released."""
+
+    def __init__(self) -> None:
+        self.tiles: dict[tuple[int, int], Tensor] = {}
+        self.taken: collections.Counter[tuple[int, int]] = collections.Counter()
+        self.released: collections.Counter[tuple[int, int]] = collections.Counter()
+
+    def fill(self, read: Any, batch: int, head: int, at: int, count: int, first: int = 0) -> None:
+        self.tiles[count, first] = read(batch, head, at)
+
+    def take(self, count: int, first: int = 0) -> Tensor:
+        self.taken[count, first] += 1
+        return self.tiles[count, first]
+
+    def release(self, count: int, first: int = 0) -> None:
+        self.released[count, first] += 1
+
+
+def _reader(x: Tensor, rows: int) -> Any:
+    """Tiles of x (B, H, L, D) as the TMA reads them, zeros where no row is."""
+
+    def read(batch: int, head: int, at: int) -> Tensor:
+        row = torch.arange(at, at + rows)
+        there = (row >= 0) & (row < x.shape[2])
+        return torch.where(there[:, None], x[batch, head, row.clamp(0, x.shape[2] - 1)].float(), 0.0)
+
+    return read
+
+
+REPLACED: dict[str, Any] = {
+    "warpgroup_mma": lambda a, b, acc, use_acc=True, is_async=False: a @ b + acc if use_acc else a @ b,
+    "warpgroup_mma_wait": lambda outstanding, deps: deps[0],
+    "before_next_wait": lambda x: x,
+    "known_here": lambda x: x,
+    "product": lambda x, y: x * y,
+    "rounded_pairs": lambda p, dtype: p.bfloat16().float(),
+    "scale_rows": lambda acc, factor: acc * factor,
+    "fence_async_shared": lambda: None,
+    "tma": types.SimpleNamespace(store_wait=lambda outstanding: None),
+}
+for _name in ("rows_like", "hide_after", "hide_before", "partial_sums", "probabilities", "raised_maximum"):
+    REPLACED[_name] = on_torch(getattr(softmax, _name), **REPLACED)
+for _name in ("last_rows", "last_product", "has_outgrown", "store_present"):
+    REPLACED[_name] = on_torch(getattr(consumer, _name), **REPLACED)
+
+
+def _work(tiles: list[int], lq: int, lk: int) -> Any:
+    """A work.Work of these tiles."""
+    made = types.SimpleNamespace(begin=0, end=len(tiles), Lq=lq, Lk=lk)
+    for name in ("key_pad", "row_pad", "key_blocks", "full_blocks"):
+        setattr(made, name, functools.partial(on_torch(getattr(Work, name)), made))
+
+    def tile(t: int, rows: int) -> tuple[int, ...]:
+        code = tiles[t]
+        return (code & 0xFFFFF) * rows, Int(code >> 44), Int(code >> 32 & 0xFFF), Int(code >> 20 & 0xFFF)
+
+    made.tile = tile
+    return made
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, config: Config, freeze: bool
+) -> tuple[dict[str, Tensor], collections.Counter[str]]:
+    """o and lse, as launch.forward has them from the kernel, with three CTAs; and how many steps of a consumer were
+    taken ("step"), passed over ("pass over"), and of the last products how many by their columns."""
+    (batch, heads, lq, d), (kv_heads, lk) = q.shape, k.shape[1:3]
+    causal = causal and lq > 1
+    o, lse = torch.full(q.shape, math.nan), torch.full(q.shape[:3], math.nan)
+    if causal and lq > lk:
+        o[:, :, : lq - lk], lse[:, :, : lq - lk] = 0, -math.inf
+    code = constants(d, config, causal=causal, freeze=freeze, lq=lq, lk=lk)
+    problem = Problem(
+        batch, heads, heads // kv_heads, lq, lk, d, config.block_m, config.block_n, causal, code["SHORT"],
+        code["ROWLESS"],
+    )  # fmt: skip
+    did: collections.Counter[str] = collections.Counter()
+    held: list[Tensor] = []
+
+    def counted(name: str, function: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            did[name] += 1
+            return function(*arguments)
+
+        return call
+
+    def product(p: Tensor, *rest: Any) -> Any:
+        did[f"{p.shape[1]} columns"] += 1
+        return REPLACED["last_product"](p, *rest)
+
+    def store(out: Any, at: list[int], buffer: Any) -> None:
+        b, h, first, _ = at
+        assert first >= 0, "an H200 takes a store from before the first row for an illegal instruction"
+        o[b, h, first : first + 64] = held[-1][: lq - first].float()
+
+    def read_rows(batch: int, head: int, at: int) -> Tensor:
+        tile = _reader(q, 64)(batch, head, at)
+        tile.store = held.append  # type: ignore[attr-defined]
+        return tile
+
+    lists = assign(problem, 3)
+    for tiles in lists:
+        work = _work(tiles, lq, lk)
+        queries, keys, values = Channel(), Channel(), Channel()
+        handed: collections.Counter[tuple[str, int]] = collections.Counter()
+        names = REPLACED | {"named_barrier": lambda op, ident, x, handed=handed: handed.update([(op, ident)])}
+        names["step"] = counted("step", on_torch(consumer.step, **names))
+        names["pass_over"] = counted("pass over", on_torch(consumer.pass_over, **names))
+        names |= {"tma_store": store, "last_product": product}
+        run = on_torch(consumer.attend_tiles, **names)
+
+        def walk(
+            end: int, tiles_before: int, blocks_before: int, freeze: bool,
+            work: Any = work, channels: Any = (queries, keys, values), run: Any = run,
+        ) -> tuple[int, bool]:  # fmt: skip
+            sources = read_rows, _reader(k, config.block_n), _reader(v, config.block_n)
+            loaded = on_torch(producer.load_tiles)(
+                *sources, *channels, work, end, tiles_before, blocks_before, config, causal, code["SHORT"]
+            )
+            outgrown = False
+            for index in range(config.consumers):
+                outputs = (types.SimpleNamespace(dtype=torch.bfloat16), Pointer(o.view(-1)))
+                count, found = run(
+                    outputs, Pointer(lse.view(-1)), *channels,
+                    types.SimpleNamespace(store=held.append), work, end, tiles_before, blocks_before,
+                    d**-0.5 * LOG2E, heads, index, d, config, causal, code["TAIL"], code["DIAGONALS"],
+                    code["SHORT"], code["ROWLESS"], freeze,
+                )  # fmt: skip
+                assert count == loaded, "producer and consumers count the same blocks"
+                outgrown = outgrown or bool(found)
+            return loaded, outgrown
+
+        blocks, again = walk(work.end, 0, 0, freeze)
+        if freeze and again:
+            did["repeated"] += 1
+            walk(work.end, work.end, blocks, False)
+        for channel, readers in ((queries, 1), (keys, config.consumers), (values, config.consumers)):
+            assert channel.released == channel.taken == dict.fromkeys(channel.tiles, readers)
+        if config.ping_pong:
+            turns = [(handed["sync", 8 + i], handed["arrive", 8 + i]) for i in range(config.consumers)]
+            assert len({n for pair in turns for n in pair}) == 1, "each consumer's turns are those of the others"
+    return {"o": o, "lse": lse}, did
+
+
+@pytest.fixture(autouse=True)
+def shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Gluon's tensors have and torch's have not."""
+    monkeypatch.setattr(Tensor, "slice", lambda tile, start, length: tile[start : start + length], raising=False)
+    monkeypatch.setattr(Tensor, "type", types.SimpleNamespace(layout=None))
+
+
+def _wrong(got: dict[str, Tensor], q: Tensor, k: Tensor, v: Tensor, causal: bool) -> list[str]:
+    """What is beyond the suite's bound, at three times the error that is expected of bf16."""
+    truth = oracles.evaluate(
+        q, k, v, oracles.AttentionSpec(causal=causal), arithmetic=oracles.Arithmetic.of(torch.bfloat16)
+    )
+    return [
+        name
+        for name, x in got.items()
+        if ((x.double() != truth[name].value) & ~((x - truth[name].value).abs() <= truth[name].limit(3.0))).any()
+    ]
+
+
+def _drawn(batch: int, heads: int, kv_heads: int, lq: int, lk: int, d: int) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    return tuple(torch.randn(batch, h, n, d).bfloat16() for h, n in ((heads, lq), (kv_heads, lk), (kv_heads, lk)))
+
+
+# (lq, lk): even; a key or a row beside; a quarter of a block of keys and one more; few; rows without keys, and more
+# keys than rows; rows that leave one or two consumers without any.
+LENGTHS = [
+    (256, 256), (257, 257), (255, 255), (129, 129), (127, 127), (65, 65), (64, 64), (63, 63), (1, 1), (1, 300),
+    (300, 1), (17, 417), (160, 416), (161, 417), (200, 330), (333, 700), (256, 320), (191, 384), (385, 384), (513, 17),
+    (391, 130), (640, 384), (300, 33), (449, 449),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("lq", "lk"), LENGTHS)
+@pytest.mark.parametrize("d", CONFIGS)
+def test_the_forward_is_right(d: int, lq: int, lk: int) -> None:
+    q, k, v = _drawn(1, 2, 1, lq, lk, d)
+    for config, causal, freeze in itertools.product(CONFIGS[d], (False, True), (False, True)):
+        got, _ = _attend(q, k, v, causal, config, freeze)
+        assert not _wrong(got, q, k, v, causal), (config, causal, freeze)
+
+
+@pytest.mark.parametrize(("lk", "columns"), [(256, 128), (257, 32), (288, 32), (289, 128), (383, 128), (127, 128)])
+def test_the_last_product_is_as_wide_as_its_keys_need(lk: int, columns: int) -> None:
+    q, k, v = _drawn(1, 1, 1, 192, lk, 64)
+    _, did = _attend(q, k, v, False, WIDE, False)
+    assert {name for name in did if "columns" in name} == {f"{columns} columns"}
+
+
+def test_only_blocks_that_the_diagonal_crosses_are_multiplied_whole() -> None:
+    """Of three tiles the first ends after two blocks of keys, one of which is short, the others after 3 and 5."""
+    q, k, v = _drawn(1, 1, 1, 257, 257, 256)
+    _, did = _attend(q, k, v, True, CONFIGS[256][0], True)
+    assert {name: n for name, n in did.items() if "columns" in name} == {"64 columns": 2, "16 columns": 4}
+
+
+@pytest.mark.parametrize(("lq", "empty"), [(128, 0), (129, 1), (192, 1), (193, 0), (1, 1)])
+def test_a_consumer_without_rows_multiplies_once_a_tile(lq: int, empty: int) -> None:
+    for lk, d in itertools.product((384, 385), (64, 128)):
+        q, k, v = _drawn(1, 1, 1, lq, lk, d)
+        _, did = _attend(q, k, v, False, NARROW if d == 64 else CONFIGS[d][0], True)
+        steps, consumers = -(-lk // 128) - 1, 2 * -(-lq // 128)
+        assert (did["step"], did["pass over"]) == (steps * (consumers - empty), steps * empty)
+
+
+@pytest.mark.parametrize("lk", [385, 417])
+@pytest.mark.parametrize("d", CONFIGS)
+def test_a_reference_that_is_outgrown_is_given_up(d: int, lk: int) -> None:
+    """Scores of the first key, in the block that is short, are far above those that the frozen maximum is taken of."""
+    q, k, v = _drawn(1, 1, 1, 300, lk, d)
+    k[:, :, 0] *= 60
+    for config, causal in itertools.product(CONFIGS[d], (False, True)):
+        got, did = _attend(q, k, v, causal, config, True)
+        assert did["repeated"]
+        assert not _wrong(got, q, k, v, causal), (config, causal)
