@@ -30,7 +30,7 @@ from functools import partial
 from typing import Any
 
 from cells import Answer, Script, counted, main
-from fp8_forms import candidates, forms_of, is_interleaved, kernel_named, sums_of, timed_forms
+from fp8_forms import FORMS, candidates, is_interleaved, kernel_named, sums_of
 from fp8_quantisers import prepare, quantisers
 from hopper import LENGTHS, SHAPES, flops_of, repeated, tensors
 
@@ -52,11 +52,11 @@ def check_cells() -> list[str]:
             per = PERS[(number + d // 64 + causal) % len(PERS)]
             words = ["e4m3", geometry, f"d{d}", *["causal"] * causal, f"descale.{per}", *([rest] if rest else [])]
             if name not in TOO_FAR:
-                forms = ["plain"] if name in UNALIGNED else forms_of(d)
+                forms = ("plain",) if name in UNALIGNED else FORMS
                 cells += [f"check {form} {'-'.join(words)}" for form in forms]
     for d, causal in PROBLEMS:
         case = f"e4m3-b4-h8-kv4-q1000-k1000-d{d}{'-causal' * causal}-descale.block"
-        cells += [f"repeat {form} {case}" for form in forms_of(d)]
+        cells += [f"repeat {form} {case}" for form in FORMS]
     return cells
 
 
@@ -66,7 +66,7 @@ def candidate_cells() -> list[str]:
         f"candidate {name} e4m3-{SHAPES[shape]}-d{d}{'-causal' * causal}-descale.block"
         for shape in ("ragged+1", "even", "q>k+128", "gqa8-ragged")
         for d, causal in PROBLEMS
-        for name in candidates(d)
+        for name in candidates(d, bool(causal))
     ]
 
 
@@ -86,8 +86,8 @@ def tile_cells() -> list[str]:
 
 def compile_cells() -> list[str]:
     """compile D CAUSAL NUMBER: one for each kernel that the tiles need."""
-    most = max(len(candidates(d)) for d, _ in PROBLEMS)
-    return [f"compile {d} {causal} {number}" for number in range(most) for d, causal in PROBLEMS]
+    cells = [(number, d, causal) for d, causal in PROBLEMS for number in range(len(candidates(d, bool(causal))))]
+    return [f"compile {d} {causal} {number}" for number, d, causal in sorted(cells)]
 
 
 def quantiser_cells() -> list[str]:
@@ -145,7 +145,7 @@ def check(form: str, case_id: str) -> Answer:
     del poison  # the allocator hands the same memory to o and lse
     o, lse = kernel_named(form)(**arguments)
     torch.cuda.synchronize()
-    arithmetic = oracles.Arithmetic.of(x.q.dtype, p_scale=256.0, fp8_sums=sums_of(form, case.d))
+    arithmetic = oracles.Arithmetic.of(x.q.dtype, p_scale=256.0, fp8_sums=sums_of(form))
     exact = x.exact()
     truth = oracles.evaluate(*exact, x.spec(), arithmetic=arithmetic)
     allowed = limits("o", case)
@@ -154,7 +154,7 @@ def check(form: str, case_id: str) -> Answer:
     if case.q * case.k <= FLOOR_ELEMENTS:
         noise = oracles.emulate(
             *(y.float() for y in exact), x.spec(), p_dtype=x.q.dtype, p_scale=256.0, out_dtype=torch.bfloat16,
-            fp8_sums=sums_of(form, case.d),
+            fp8_sums=sums_of(form),
         )  # fmt: skip
         measures += against_noise("o", o, truth["o"], noise["o"], tensor=allowed.tensor, block=allowed.block)
     return {
@@ -193,7 +193,7 @@ def warm(d: int, causal: bool, n: int, per: str) -> Answer:
     options = {"scale": d**-0.5, "causal": causal}
     quantised(x, per, random_signs(d, "cuda"))
     arguments = {both: quantised(x, per, interleaved=both) for both in (False, True)}
-    for form in timed_forms(d):
+    for form in FORMS:
         kernel_named(form)(**arguments[is_interleaved(form)], **options)
     for length in LENGTHS:
         forward(*x, causal=causal, config=lookup(d, causal=causal, lq=length, lk=length))
@@ -219,9 +219,8 @@ def speed(d: int, causal: bool, n: int, per: str) -> Answer:
     arguments = {both: quantised(x, per, interleaved=both) for both in (False, True)}
     options: dict[str, Any] = {"scale": d**-0.5, "causal": causal}
     calls: dict[str, Callable[[], Any]] = {
-        form: partial(kernel_named(form), **arguments[is_interleaved(form)], **options) for form in timed_forms(d)
+        form: partial(kernel_named(form), **arguments[is_interleaved(form)], **options) for form in FORMS
     }
-    best = timed_forms(d)[0]
     peers = fp8_peers.available(quantised(x, "tensor", interleaved=False), **options)
     plain = arguments[False]
     wide = [dequantise(plain[name], plain[f"{name}_descale"], torch.bfloat16) for name in "qkv"]
@@ -233,8 +232,9 @@ def speed(d: int, causal: bool, n: int, per: str) -> Answer:
     del outputs, want, wide, plain
     calls |= peers
     calls["bf16"] = partial(forward, *x, causal=causal)
-    calls[f"{best}, with quantisers"] = lambda: kernel_named(best)(**quantised(x, per), **options)
-    calls[f"{best}, rotated, with quantisers"] = lambda: kernel_named(best)(**quantised(x, per, signs), **options)
+    interleaved = kernel_named("interleaved")
+    calls["with quantisers"] = lambda: interleaved(**quantised(x, per), **options)
+    calls["rotated, with quantisers"] = lambda: interleaved(**quantised(x, per, signs), **options)
     times = Clock().medians(calls)
     tflops = {name: round(flops_of(x[0], causal) / ms / 1e9, 1) for name, ms in times.items()}
     ours = [name for name in times if name != "bf16" and name not in peers]
@@ -250,11 +250,10 @@ def compiled(d: int, causal: int, number: int) -> Answer:
     """Compile candidate `number` for the two lengths of the tiles, into the cache on disk, by a small call."""
     import torch
 
-    names = list(candidates(d))
-    if number < len(names):
-        arguments = quantised(tensors(d, 512, "bf16", batch=1), "block")
-        kernel_named(names[number])(**arguments, scale=d**-0.5, causal=bool(causal))
-        torch.cuda.synchronize()
+    name = list(candidates(d, bool(causal)))[number]
+    arguments = quantised(tensors(d, 512, "bf16", batch=1), "block")
+    kernel_named(name)(**arguments, scale=d**-0.5, causal=bool(causal))
+    torch.cuda.synchronize()
     return {"ok": True}
 
 
@@ -266,7 +265,9 @@ def tiles(d: int, causal: bool, n: int, per: str) -> Answer:
 
     x = tensors(d, n, "bf16")
     arguments = quantised(x, per) | {"scale": d**-0.5, "causal": causal}
-    calls: dict[str, Callable[[], Any]] = {name: partial(kernel_named(name), **arguments) for name in candidates(d)}
+    calls: dict[str, Callable[[], Any]] = {
+        name: partial(kernel_named(name), **arguments) for name in candidates(d, causal)
+    }
     times = Clock().medians(calls | {"bf16": partial(forward, *x, causal=causal)})
     tflops = {name: round(flops_of(x[0], causal) / ms / 1e9, 1) for name, ms in times.items()}
     ratios = {f"{y}/{other}": round(times[other] / times[y], 4) for other in ("table", "bf16") for y in calls}

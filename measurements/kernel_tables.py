@@ -122,31 +122,30 @@ def compared(report: dict[str, Any], kind: str, names: tuple[str, ...]) -> list[
     return lines
 
 
-def fp8_speed(speeds: dict[str, Any], tiles: dict[str, Any]) -> list[str]:
-    """TFLOP/s in the fastest tiles at long N, geometric means of the ratios there, and the table's tile."""
-    lengths = (4096, 8192, 16384)
-    titles = [
-        "tile",
-        *(f"N {n}" for n in lengths),
-        "× bf16",
-        "× cuDNN's FP8",
-        "× FA3's FP8",
-        "N 8192, table's tile",
-        "× bf16",
-    ]
+def fp8_speed(report: dict[str, Any]) -> list[str]:
+    """TFLOP/s with interleaved keys, and with the quantisers; geometric means of the ratios, to bf16 from N 4096 on."""
+    lengths = (1024, 2048, 4096, 8192, 16384)
+    peers = ("cudnn fp8", "fa3 fp8", "best peer")
+    titles = [*(f"N {n}" for n in lengths), "× bf16, N ≥ 4096", "× cuDNN's", "× FA3's", "× the best of them"]
+    titles += ["N 8192, keys in order", "with quantisers, Q and K rotated"]
     lines = [f"| D | {' | '.join(titles)} |", "|---|" + "---|" * len(titles)]
-    cells = {tuple(c["cell"].split()[1:4]): c for c in speeds["cells"] if c["cell"].endswith("block")}
-    chosen = {tuple(c["cell"].split()[1:4]): c for c in tiles["cells"]}
+    cells = {tuple(c["cell"].split()[1:4]): c for c in report["cells"] if c["cell"].endswith("block")}
+
+    def means(found: list[dict[str, Any]]) -> list[str]:
+        long = [c for c in found if int(c["cell"].split()[3]) >= 4096]
+        ratios = [[c["ratios"]["interleaved/bf16"] for c in long]]
+        ratios += [[c["ratios"][f"interleaved/{peer}"] for c in found] for peer in peers]
+        return [f"{_mean(each):.2f}" for each in ratios]
+
     for d in (64, 128, 256):
         for causal in ("0", "1"):
             found = [cells[str(d), causal, str(n)] for n in lengths]
-            row = [speeds["tiles"][str(d)], *(f"{c['tflops']['table']:.0f}" for c in found)]
-            row += [
-                f"{_mean(c['ratios'][f'table/{peer}'] for c in found):.2f}" for peer in ("bf16", "cudnn fp8", "fa3 fp8")
-            ]
-            tile = chosen[str(d), causal, "8192"]
-            row += [f"{tile['tflops']['table']:.0f}", f"{tile['ratios']['table/bf16']:.2f}"]
+            at = cells[str(d), causal, "8192"]["tflops"]
+            row = [f"{c['tflops']['interleaved']:.0f}" for c in found] + means(found)
+            row += [f"{at[name]:.0f}" for name in ("ordered", "rotated, with quantisers")]
             lines.append(f"| {_said((d, causal == '1', ''))} | {' | '.join(row)} |")
+    row = [*("" for _ in lengths), *(f"**{mean}**" for mean in means(list(cells.values()))), "", ""]
+    lines.append(f"| all | {' | '.join(row)} |")
     return lines
 
 
@@ -221,7 +220,7 @@ def _mean(ratios: Any) -> float:
 
 def tables(folder: Path) -> dict[str, list[str]]:
     """Every table by the marker under which docs/kernels.md has it."""
-    kernels, forward, backward, stages, turns, fp8, tiles, quantisers = (
+    kernels, forward, backward, stages, turns, fp8, quantisers = (
         json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
         for name in (
             "kernels",
@@ -230,7 +229,6 @@ def tables(folder: Path) -> dict[str, list[str]]:
             "hopper-stages",
             "hopper-compared",
             "fp8-speed",
-            "fp8-tiles",
             "fp8-quantisers",
         )
     )
@@ -241,7 +239,7 @@ def tables(folder: Path) -> dict[str, list[str]]:
         "hopper-backward": hopper_backward(backward),
         "hopper-costs": hopper_costs(forward),
         "hopper-stages": hopper_stages(stages),
-        "fp8-speed": fp8_speed(fp8, tiles),
+        "fp8-speed": fp8_speed(fp8),
         "fp8-quantisers": fp8_quantisers(quantisers),
         "compared-v1": compared(turns, "v1", ("v1", "plain", "fa2", "cudnn")),
         "compared-atomic": compared(

@@ -33,7 +33,7 @@ def flash_attention_fp8(
     causal: bool = False,
     scale: float | None = None,
     return_lse: bool = False,
-    kernel: str | None = "triton",
+    kernel: str | None = None,
     v_interleaved: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention on FP8: out (B, Hq, Lq, Dv) bfloat16 and, with return_lse, lse (B, Hq, Lq) float32, natural log.
@@ -45,12 +45,16 @@ def flash_attention_fp8(
     Descales: float32, not negative; the value is stored * descale. Of shape () for a tensor, (B, H) for its heads, or
     (B, H, ceil(L / 128)) for its blocks of 128 rows, H and L those of the tensor itself; each tensor its own kind.
 
-    S, the softmax and all sums are float32 but for what the tensor cores sum by themselves (forward.py); P is rounded
-    to E4M3. kernel: "hopper" or "triton" runs that one, None the faster that can. v_interleaved: of every 16 keys of v
-    position 4 j + 2 h + b holds key 8 h + 2 j + b, in memory for a multiple of 16 of them, zeros where there is no key
-    (hopper/interleaving.py; interleave_keys makes one): a faster form of the Hopper kernel, which alone takes it. There
-    is no gradient by itself: flash_attention_fp8_backward has it. Raises ValueError for arguments that do not fit
-    together, NotImplementedError for what the kernels, or the one that is named, do not serve.
+    kernel: None runs the fastest that can, "hopper" or "triton" that one. "hopper" serves a GPU of compute capability
+    9.0, float8_e4m3fn, D = Dv of 64, 128 or 256, a positive scale, and v contiguous along Lk; "triton" everything.
+    S, the softmax and all sums are float32 but for what the tensor cores sum by themselves: products of one block of
+    keys ("triton", forward.py), or of all keys ("hopper"). P is rounded to E4M3.
+
+    v_interleaved: of every 16 keys of v position 4 j + 2 h + b holds key 8 h + 2 j + b, in memory for a multiple of 16
+    of them, zeros where there is no key (hopper/interleaving.py; interleave_keys makes one): a faster form of the
+    Hopper kernel, which alone takes it. There is no gradient by itself: flash_attention_fp8_backward has it. Raises
+    ValueError for arguments that do not fit together, NotImplementedError for what the kernels, or the one that is
+    named, do not serve.
     """
     scale = checked(q, k, v, q_descale, k_descale, v_descale, scale)
     if kernel not in (None, *KERNELS):

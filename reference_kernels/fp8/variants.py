@@ -2,13 +2,11 @@
 
     pytest flashattn-suite/fp8 --flashattn-impl=reference_kernels.fp8.variants:hopper
 
-triton                     plain Triton
-hopper                     the Hopper kernel at D 64 and 128, where sums over blocks of keys are float32
-hopper_wide                at D 256, where the tensor cores sum over all keys
-hopper_interleaved         the first, with the keys of V in the order that needs no exchange of registers
-hopper_interleaved_wide    the second, likewise
+triton                plain Triton
+hopper                the Hopper kernel, in which the tensor cores sum over all keys
+hopper_interleaved    the same with the keys of V in the order that needs no exchange of registers
 
-The Hopper kernels read V by columns: here it is copied first.
+The Hopper kernel reads V by columns: here it is copied first.
 """
 
 from __future__ import annotations
@@ -20,6 +18,7 @@ from torch import Tensor
 
 from ..tiles import INTERPRETED
 from .api import flash_attention_fp8
+from .hopper.configs import TABLE
 from .hopper.interleaving import interleave_keys
 from .quantiser import by_columns
 
@@ -49,30 +48,12 @@ triton = _declared(
     fp8_sums="fp32" if INTERPRETED.value else "14 bits a tile",
 )
 
-
-def _promoted(function: Any) -> Any:
-    return _declared(
-        function,
-        features=_FEATURES,
-        dtypes={"e4m3"},
-        head_dims={64, 128},
-        fp8_sums="14 bits a tile",
-        devices={"cuda"},
-    )
-
-
-def _direct(function: Any) -> Any:
-    return _declared(
-        function,
-        features=_FEATURES,
-        dtypes={"e4m3"},
-        head_dims={256},
-        fp8_sums="14 bits",
-        devices={"cuda"},
-    )
-
-
-hopper = _promoted(_hopper)
-hopper_wide = _direct(_hopper)
-hopper_interleaved = _promoted(_interleaved)
-hopper_interleaved_wide = _direct(_interleaved)
+_HOPPER: dict[str, Any] = {
+    "features": _FEATURES,
+    "dtypes": {"e4m3"},
+    "head_dims": set(TABLE),
+    "fp8_sums": "14 bits",
+    "devices": {"cuda"},
+}
+hopper = _declared(_hopper, **_HOPPER)
+hopper_interleaved = _declared(_interleaved, **_HOPPER)

@@ -199,7 +199,7 @@ with pytest.raises(ValueError, match="kernel must be one of hopper, triton"):
     flash_attention_fp8(x, x, x, **ones, kernel="fast")
 with pytest.raises(NotImplementedError, match="kernel='hopper': .*interpreter"):
     flash_attention_fp8(x, x, x, **ones, kernel="hopper")
-assert flash_attention_fp8(x, x, x, **ones, kernel=None).shape == (1, 1, 20, 64)
+assert flash_attention_fp8(x, x, x, **ones).shape == (1, 1, 20, 64)
 with pytest.raises(ValueError, match="do must be"):
     flash_attention_fp8_backward(torch.zeros(1, 1, 20, 64), x, x, x, **ones)
 with pytest.raises(ValueError, match="dlse must be"):
@@ -223,10 +223,7 @@ def test_the_suite_finds_plain_triton_conformant(tmp_path: Path) -> None:
 def test_variants_declare_what_their_sums_keep() -> None:
     from pytest_flashattn.known_apis import infer
     from reference_kernels.fp8 import variants
-    from reference_kernels.fp8.hopper.configs import TABLE
 
-    assert infer(variants.triton)[1].fp8_sums == "14 bits a tile"
-    for variant in (variants.hopper, variants.hopper_wide):
-        support = infer(variant)[1]
-        assert (support.p_dtype, support.p_scale) == ("e4m3", 256.0)
-        assert {"14 bits a tile" if TABLE[d].promote else "14 bits" for d in support.head_dims} == {support.fp8_sums}
+    for name, sums in (("triton", "14 bits a tile"), ("hopper", "14 bits"), ("hopper_interleaved", "14 bits")):
+        support = infer(getattr(variants, name))[1]
+        assert (support.p_dtype, support.p_scale, support.fp8_sums) == ("e4m3", 256.0, sums)

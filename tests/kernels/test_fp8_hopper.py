@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -10,8 +12,8 @@ pytest.importorskip("triton")
 from reference_kernels import compiling
 from reference_kernels.fp8 import api
 from reference_kernels.fp8 import cases as plain
-from reference_kernels.fp8.hopper import cases
-from reference_kernels.fp8.hopper.configs import TABLE
+from reference_kernels.fp8.hopper import cases, launch
+from reference_kernels.fp8.hopper.configs import TABLE, lookup
 from reference_kernels.fp8.hopper.interleaving import padding_refusal
 from reference_kernels.fp8.hopper.launch import fixed, supports
 from reference_kernels.hopper import backward as hopper_backward
@@ -23,6 +25,7 @@ def _like(*shape: int, dtype: torch.dtype = torch.float8_e4m3fn) -> torch.Tensor
 
 
 Q, V = _like(1, 2, 80, 64), _like(1, 2, 64, 80).mT
+AHEAD = lookup(128, causal=False)
 
 
 @pytest.mark.parametrize(
@@ -75,19 +78,37 @@ def test_only_the_hopper_kernel_takes_interleaved_keys(monkeypatch: pytest.Monke
             api.flash_attention_fp8(Q, Q, V, **descales, kernel=kernel, v_interleaved=True)
 
 
+def test_the_hopper_kernel_runs_by_default_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = []
+
+    def one(name: str) -> Callable[..., tuple[str, str]]:
+        return lambda q, k, v, **options: ran.append((name, options.get("v_interleaved"))) or ("out", "lse")
+
+    monkeypatch.setattr(api, "_check_device", lambda device: None)
+    monkeypatch.setattr(api, "machine", lambda device: None)
+    monkeypatch.setattr(api, "forward", one("triton"))
+    monkeypatch.setattr(launch, "forward", one("hopper"))
+    descales = dict.fromkeys(("q_descale", "k_descale", "v_descale"), torch.ones(()))
+    for reason, options in (
+        (None, {}), (None, {"v_interleaved": True}), (None, {"kernel": "triton"}), ("not this", {}),
+    ):  # fmt: skip
+        monkeypatch.setattr(launch, "supports", lambda *tensors, reason=reason, **options: reason)
+        assert api.flash_attention_fp8(Q, Q, V, **descales, return_lse=True, **options) == ("out", "lse")
+    assert ran == [("hopper", False), ("hopper", True), ("triton", None), ("triton", None)]
+
+
 def test_variants_with_interleaved_keys_declare_the_same() -> None:
     from pytest_flashattn.known_apis import infer
     from reference_kernels.fp8 import variants
 
-    for name in ("hopper", "hopper_wide"):
-        word, _, rest = name.partition("_")
-        other = getattr(variants, "_".join(filter(None, (word, "interleaved", rest))))
-        assert infer(other)[1] == infer(getattr(variants, name))[1]
+    support = infer(variants.hopper)[1]
+    assert infer(variants.hopper_interleaved)[1] == support
+    assert support.head_dims == set(TABLE)
 
 
 def test_tails_and_diagonals_are_code_of_their_own() -> None:
     code = {
-        (causal, lk): fixed(128, TABLE[128], causal=causal, lq=1024, lk=lk, by_blocks=True)
+        (causal, lk): fixed(128, lookup(128, causal=causal), causal=causal, lq=1024, lk=lk, by_blocks=True)
         for causal in (False, True)
         for lk in (1024, 1000)
     }
@@ -96,18 +117,23 @@ def test_tails_and_diagonals_are_code_of_their_own() -> None:
     assert not code[False, 1024]["TAIL"]
     assert not code[True, 1024]["DIAGONALS"]
     assert all(c["V_BLOCKS"] and "FREEZE" not in c for c in code.values())
+    # Tiles of 192 rows never end with the blocks of 128 keys.
+    assert fixed(64, lookup(64, causal=True), causal=True, lq=1024, lk=1024, by_blocks=True)["DIAGONALS"]
 
 
 def test_tiles_do_not_cross_the_borders_of_scales() -> None:
     from reference_kernels.fp8 import configs
     from reference_kernels.fp8.quantiser import BLOCK
 
-    tiles = [*TABLE.values(), *(row for rows in configs.TABLE.values() for row in rows.values()), configs.INTERPRETER]
+    tiles = [*(row for rows in configs.TABLE.values() for row in rows.values()), configs.INTERPRETER]
     assert all(BLOCK % tile.block_m == 0 and BLOCK % tile.block_n == 0 for tile in tiles)
+    # Of the rows of a Hopper tile each consumer asks for its own 64.
+    assert BLOCK % 64 == 0
+    assert all(BLOCK % tile.block_n == 0 for by_mask in TABLE.values() for tile in by_mask.values())
 
 
 def test_kernels_compile_to_fp8_products() -> None:
-    jobs = [(cases.forward_case(64, TABLE[64], blocks=True, interleaved=both), 90) for both in (False, True)]
+    jobs = [(cases.forward_case(128, AHEAD, blocks=True, interleaved=both), 90) for both in (False, True)]
     jobs += [(plain.forward_case("e4m3", 64, causal=True, capability=c), c) for c in plain.PRODUCTS]
     for result in compiling.compile_all(jobs):
         assert compiling.violations(result) == []

@@ -28,15 +28,15 @@ from reference_kernels.hopper import producer, softmax
 from reference_kernels.hopper.schedule import Problem, assign
 from reference_kernels.hopper.work import Work
 
+# Two consumers in half as many keys; scores one block ahead, with every number of blocks and every mask.
 NARROW = Fp8Config(2, 64, 3, 1, True, False, False, 240, 24)
-TURNS = Fp8Config(2, 128, 3, 1, False, True, False, 240, 24, promote=False, softmax_turns=True)
-IN_TURN = Fp8Config(3, 128, 2, 2, False, False, False, 160, 32, overlap=False)
+AHEAD = TABLE[128][False]
 CONFIGS = {
-    64: (TABLE[64], NARROW, TURNS, IN_TURN, replace(IN_TURN, promote=False)),
-    128: (TABLE[128],),
-    256: (TABLE[256], Fp8Config(2, 64, 3, 1, True, False, False, 240, 24, promote=False)),
+    64: {*TABLE[64].values(), NARROW, AHEAD, replace(AHEAD, block_n=64)},
+    128: set(TABLE[128].values()),
+    256: {*TABLE[256].values(), NARROW},
 }
-
+assert AHEAD.ahead
 
 PERS = (
     ("block", "block", "block"),
@@ -47,20 +47,47 @@ PERS = (
 """What shares a descale, of q, k and v."""
 
 
+class TensorCores:
+    """Products under way, oldest first: none may be read before a wait covers it."""
+
+    def __init__(self) -> None:
+        self.products: list[tuple[Tensor, set[int]]] = []
+
+    def multiply(self, a: Tensor, b: Tensor, acc: Tensor, use_acc: bool = True, is_async: bool = False) -> Tensor:
+        product = a @ b + acc if use_acc else a @ b
+        self.products.append((product, {x.untyped_storage().data_ptr() for x in (a, b)}))
+        return product
+
+    def wait(self, outstanding: int, deps: tuple[Tensor]) -> Tensor:
+        del self.products[: max(len(self.products) - outstanding, 0)]
+        assert not any(product is deps[0] for product, _ in self.products), "a product is read that is under way"
+        return deps[0]
+
+    def read(self, tile: Tensor) -> bool:
+        return any(tile.untyped_storage().data_ptr() in memory for _, memory in self.products)
+
+
+CORES = TensorCores()
+
+
 class Channel:
-    """Tiles by their number; how often each was released."""
+    """Tiles by their number; which are held, and how often each was released."""
 
     def __init__(self) -> None:
         self.tiles: dict[tuple[int, int], Tensor] = {}
+        self.held: set[tuple[int, int]] = set()
         self.released: dict[tuple[int, int], int] = {}
 
     def fill(self, read: Any, batch: int, head: int, at: int, count: int, first: int = 0) -> None:
         self.tiles[count, first] = read(batch, head, at)
 
     def take(self, count: int, first: int = 0) -> Tensor:
+        self.held.add((count, first))
         return self.tiles[count, first]
 
     def release(self, count: int, first: int = 0) -> None:
+        assert not CORES.read(self.tiles[count, first]), "a tile is released that a product reads"
+        self.held.remove((count, first))
         self.released[count, first] = self.released.get((count, first), 0) + 1
 
 
@@ -74,10 +101,6 @@ def _reader(x: Tensor, rows: int) -> Any:
     return read
 
 
-def _multiply(a: Tensor, b: Tensor, acc: Tensor, use_acc: bool = True, is_async: bool = False) -> Tensor:
-    return a @ b + acc if use_acc else a @ b
-
-
 def _hide_after(s: Tensor, last: int, diagonal: bool) -> Tensor:
     row = torch.arange(s.shape[0])[:, None] if diagonal else 0
     return torch.where(torch.arange(s.shape[1]) <= last + row, s, -math.inf)
@@ -88,10 +111,12 @@ def stored_order(n: int) -> list[int]:
     return [16 * u + 8 * h + 2 * j + b for u in range(n // 16) for j in range(4) for h in (0, 1) for b in (0, 1)]
 
 
+BARRIERS: list[tuple[str, int]] = []
+
 REPLACED: dict[str, Any] = {
-    "warpgroup_mma": _multiply,
-    "warpgroup_mma_wait": lambda outstanding, deps: deps[0],
-    "named_barrier": lambda *words: None,
+    "warpgroup_mma": CORES.multiply,
+    "warpgroup_mma_wait": CORES.wait,
+    "named_barrier": lambda op, ident, x: BARRIERS.append((op, ident)),
     "before_next_wait": lambda x: x,
     "scale_rows": lambda acc, factor: acc * factor,
     "hide_after": _hide_after,
@@ -101,13 +126,17 @@ REPLACED: dict[str, Any] = {
     "packed": lambda p: p.clamp(max=448).to(torch.float8_e4m3fn).float(),
     "packed_in_place": lambda p: p.clamp(max=448).to(torch.float8_e4m3fn).float()[:, stored_order(p.shape[1])],
     "unpacked": lambda p, layout: p,
-    "unit_and_ratio": on_torch(scales.unit_and_ratio),
-    "change_of_units": on_torch(scales.change_of_units, reciprocal=lambda x: 1 / x),
+    "reciprocal": lambda x: 1 / x,
     "fence_async_shared": lambda: None,
     "tma": types.SimpleNamespace(store_wait=lambda outstanding: None),
 }
-for _name in ("softmax", "in_words", "step", "step_in_turn"):
-    REPLACED[_name] = on_torch(getattr(consumer, _name), **REPLACED)
+# Each after those that it calls.
+for _function in (
+    scales.unit_and_ratio, scales.next_units, consumer.softmax, consumer.in_words, consumer.scores,
+    consumer.add_product, consumer.step, consumer.step_ahead, consumer.step_in_turn, consumer.turn_ahead,
+    consumer.blocks_ahead,
+):  # fmt: skip
+    REPLACED[_function.__name__] = on_torch(_function, **REPLACED)
 
 
 def _scales(q: Quantised, k: Quantised, v: Quantised, scale: float) -> Any:
@@ -154,8 +183,10 @@ def _attend(
     for tiles in assign(problem, 3):
         work = _work(tiles, lq, lk, config.block_m)
         queries, keys, values = Channel(), Channel(), Channel()
+        turns = set()
         on_torch(producer.load_tiles)(*descriptors, queries, keys, values, work, work.end, 0, 0, config, causal)
         for index in range(config.consumers):
+            BARRIERS.clear()
             held: list[Tensor] = []
             buffer = types.SimpleNamespace(store=held.append)
 
@@ -169,8 +200,15 @@ def _attend(
                 _scales(q, k, v, scale), heads, index, d, config, code["SCALE_BLOCK"], code["CAUSAL"], code["TAIL"],
                 code["DIAGONALS"], code["V_BLOCKS"], code["INTERLEAVED"],
             )  # fmt: skip
+            last = index == config.consumers - 1
+            first = [("arrive", 8)] * (config.ping_pong and last)
+            turn = [("sync", 8 + index), ("arrive", 8 if last else 9 + index)]
+            turns.add((len(BARRIERS) - len(first)) // 2)
+            assert first + turn * max(turns) == BARRIERS, "a turn is waited for, then given to the next consumer"
+        assert len(turns) == 1, "consumers have the same number of turns"
         for channel, readers in ((queries, 1), (keys, config.consumers), (values, config.consumers)):
             assert channel.released == dict.fromkeys(channel.tiles, readers), "every tile is released by all readers"
+        assert config.ping_pong or turns == {0}
     return {"o": o, "lse": lse}
 
 
@@ -211,11 +249,12 @@ def test_scales_that_are_hardly_there() -> None:
     arithmetic = oracles.Arithmetic.of(torch.float8_e4m3fn, p_scale=256.0)
     for causal in (False, True):
         truth = oracles.evaluate(*exact, oracles.AttentionSpec(causal=causal), arithmetic=arithmetic)
-        got = _attend(*tiny, v, 0.125, causal, TABLE[64])
-        for name in ("o", "lse"):
-            assert ((got[name] - truth[name].value).abs() <= truth[name].limit(3.0)).all(), name
+        for config in CONFIGS[64]:
+            got = _attend(*tiny, v, 0.125, causal, config)
+            for name in ("o", "lse"):
+                assert ((got[name] - truth[name].value).abs() <= truth[name].limit(3.0)).all(), (name, config)
     nothing = v._replace(descale=torch.zeros_like(v.descale))
-    assert not _attend(q, k, nothing, 0.125, False, TABLE[64])["o"].any()
+    assert not any(_attend(q, k, nothing, 0.125, False, config)["o"].any() for config in CONFIGS[64])
 
 
 def test_a_row_that_sees_one_key_returns_it() -> None:

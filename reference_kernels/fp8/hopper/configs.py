@@ -1,7 +1,7 @@
-"""Tiles of the Hopper FP8 forward, by head dimension: chosen by what compiles, not measured yet.
+"""Tiles of the Hopper FP8 forward, by head dimension and mask: data, chosen by measurement on an H200.
 
 As in ../../hopper/configs.py. FP8 halves the tiles in shared memory, but O leaves as bfloat16 and needs buffers of its
-own. A promoted sum takes registers for a second accumulator of 64 x D: at D = 256 there is no room for it.
+own.
 """
 
 from __future__ import annotations
@@ -13,19 +13,30 @@ from ...hopper.configs import Config
 
 @dataclass(frozen=True)
 class Fp8Config(Config):
-    """promote: every block of keys has a P V of its own, added to the sum in float32 (consumer.py says why).
+    """ahead: the scores of a block are computed during the softmax of the one before (consumer.py); not with ping_pong.
 
-    overlap: P V of a block and Q K of the next are under way together. softmax_turns: consumers take turns at the
-    softmax, for which `pin` is needed.
+    The second tile of scores takes block_n / 2 registers a thread.
     """
 
-    promote: bool = True
-    overlap: bool = True
-    softmax_turns: bool = False
+    ahead: bool = False
 
 
-TABLE: dict[int, Fp8Config] = {
-    64: Fp8Config(2, 128, 4, 2, True, True, False, 240, 24),
-    128: Fp8Config(2, 128, 3, 2, True, True, False, 240, 24),
-    256: Fp8Config(2, 128, 2, 1, True, True, False, 240, 24, promote=False),
+_D64 = Fp8Config(3, 128, 2, 2, True, False, False, 160, 32)
+
+TABLE: dict[int, dict[bool, Fp8Config]] = {
+    64: {False: _D64, True: _D64},
+    128: {
+        False: Fp8Config(2, 128, 3, 2, False, True, False, 240, 24, ahead=True),
+        True: Fp8Config(2, 128, 3, 2, True, True, False, 240, 24),
+    },
+    256: {
+        False: Fp8Config(2, 128, 2, 1, False, True, False, 240, 24),
+        True: Fp8Config(2, 128, 2, 1, True, True, False, 240, 24),
+    },
 }
+"""By D, then causal."""
+
+
+def lookup(d: int, *, causal: bool) -> Fp8Config:
+    """The tile for a head dimension of TABLE."""
+    return TABLE[d][causal]

@@ -1,10 +1,21 @@
 # ruff: noqa: E741  (l is the name of the denominator in the papers)
-"""A consumer in FP8: ../../hopper/consumer.py, with scales, with P in E4M3, and with a sum that does not lose bits.
+"""A consumer in FP8: ../../hopper/consumer.py, with scales, with P in E4M3, and with another order of work.
 
     S8 = Q8 K8^T      P = 2^8 exp2(unit S8 - m)      acc = sum_t P_t V8_t      O = w r acc / l      (scales.py)
 
-The order of the work is that of the 16-bit consumer: Q K of block j and P V of block j - 1 are under way together, and
-the softmax of block j runs under the second. What is different:
+An FP8 product takes half the time of a 16-bit one and the softmax as long as ever: what the softmax does not hide
+behind is lost. There are two orders. `step` is that of the 16-bit consumer, in which it hides behind P V of the block
+before, and behind the products of the other consumers if they take turns. `step_ahead` has the scores of a block ready
+before its turn, so that two products are under way from the first instruction of a softmax to the last:
+
+    tensor cores    | P(j-1) V(j-1)   Q K(j+1)        | P(j) V(j)   Q K(j+2)            |
+    this warp group | softmax(j)                      | softmax(j+1)                    |
+
+for which two tiles of scores, S(j) and S(j+1), are in registers at a time. Two such steps make a turn of the loop: the
+two change places from step to step, and after two they are back where they were, without moves. configs.py has which
+order is the faster one where.
+
+What else is different:
 
 - **P times 2^8**, in the exponent, for nothing: ../forward.py says what it is good for. m is the running maximum in
   units of log2, since every block may have a unit of its own. It is never frozen, nor raised late: at 2^8 times its
@@ -12,17 +23,13 @@ the softmax of block j runs under the second. What is different:
 - **The registers of P.** wgmma leaves a thread two neighbours of each eight columns, and takes four of each sixteen as
   its FP8 operand. If V's keys are stored in the order of interleaving.py, these are the same numbers; otherwise the
   four threads of a quad exchange them (operand.py).
-- **Promotion.** The FP8 products of Hopper add up in fewer bits than float32 has, some 14 of 24 (DeepSeek-V3 technical
-  report, section 3.3.2). What is cut off adds up with the number of keys. With CONFIG.promote a P V begins at
-  0 for every block of keys, and the ordinary units add it to acc in float32: one fused multiply-add an element, which
-  also does the rescaling by the maximum. Without it acc stays in the tensor cores, as in FlashAttention-3, and only
-  warps whose maximum or whose unit of V changed rescale it.
-- **Turns.** An FP8 product takes half the time of a 16-bit one and the softmax as long as ever, so that consumers which
-  start their products in turn run their softmax at once, waiting for the same exponential units, and afterwards leave
-  them idle at once. With CONFIG.softmax_turns they take turns at the softmax instead. Without CONFIG.overlap a
-  consumer has one product at a time under way, needs fewer registers, and there are three of them to fill the gaps.
+- **The sum.** acc stays in the tensor cores, as in FlashAttention-3, and only warps whose maximum or whose unit of V
+  changed rescale it. The FP8 products of Hopper add up in fewer bits than float32 has, some 14 of 24 (DeepSeek-V3
+  technical report, section 3.3.2), and what is cut off adds up with the number of keys. To begin P V at 0 for every
+  block and add it to acc in float32 ("promotion") would keep the loss to that of one block; it is left out since it
+  takes a second accumulator, for which D = 256 has no registers, and one more multiply-add an element and block.
 
-Accumulators: S8 and each P V as the tensor cores add up; acc, m, l float32; O is rounded once, to bfloat16.
+Accumulators: S8 and acc as the tensor cores add up; m, l float32; O is rounded once, to bfloat16.
 """
 
 from triton.experimental import gluon
@@ -38,7 +45,7 @@ from ...hopper.gluon_compat import tma_store
 from ...hopper.ptx import before_next_wait, named_barrier, scale_rows
 from ...hopper.softmax import NEG_INF, hide_after, partial_sums, rows_like
 from .operand import packed, packed_in_place, unpacked
-from .scales import change_of_units, unit_and_ratio
+from .scales import next_units, unit_and_ratio
 
 LN2 = gl.constexpr(0.6931471805599453)
 P_BITS = gl.constexpr(8.0)
@@ -79,75 +86,148 @@ def in_words(p, INTERLEAVED: gl.constexpr):
 
 
 @gluon.jit
+def scores(q, keys, count, zero):
+    """Q K(count) (64, BLOCK_N), alone under way."""
+    kt = keys.take(count)
+    st = warpgroup_mma(q, kt.permute((1, 0)), zero, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(0, deps=(st,))
+    keys.release(count)
+    return s
+
+
+@gluon.jit
+def add_product(p, acc, values, count, P_LAYOUT: gl.constexpr):
+    """acc + P V(count) (64, D), alone under way. p as of in_words."""
+    vt = values.take(count)
+    at = warpgroup_mma(unpacked(p, P_LAYOUT), vt, acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=(at,))
+    values.release(count)
+    return acc
+
+
+@gluon.jit
 def step(
-    q, p, m, l, acc, factor, zero, none, keys, values, count, unit, change,
+    q, p, m, l, acc, zero, keys, values, count, unit, change,
     INDEX: gl.constexpr, P_LAYOUT: gl.constexpr, CONFIG: gl.constexpr, INTERLEAVED: gl.constexpr,
 ):  # fmt: skip
-    """Q K(count) and P V(count - 1) under way together, softmax(count) meanwhile. Returns p, m, l, acc, factor.
+    """Q K(count) and P V(count - 1) under way together, softmax(count) meanwhile. Returns p, m, l, acc.
 
-    With promote, `factor` is still to be applied to acc, by the next addition. none (64, D): zeros. change: of the
-    units of V, from block count - 1 to count.
+    p (64, BLOCK_N / 4) as of in_words, m (64,), l (64, 4), acc (64, D); zero (64, BLOCK_N): zeros. unit: of block
+    count. change: of the units of V, from block count - 1 to count.
     """
     kt = keys.take(count)
     if CONFIG.ping_pong:
         named_barrier("sync", 8 + INDEX, count)
     st = warpgroup_mma(q, kt.permute((1, 0)), zero, use_acc=False, is_async=True)
     vt = values.take(count - 1)
-    if CONFIG.promote:
-        at = warpgroup_mma(unpacked(p, P_LAYOUT), vt, none, use_acc=False, is_async=True)
-    else:
-        at = warpgroup_mma(unpacked(p, P_LAYOUT), vt, acc, is_async=True)
+    at = warpgroup_mma(unpacked(p, P_LAYOUT), vt, acc, is_async=True)
     if CONFIG.ping_pong:
         named_barrier("arrive", 8 + (INDEX + 1) % CONFIG.consumers, count)
     s = warpgroup_mma_wait(1, deps=(st,))
     keys.release(count)
-    if CONFIG.softmax_turns:
-        named_barrier("sync", 12 + INDEX, count)
-    pf, m, l, risen = softmax(s, m, l, unit, False)
+    pf, m, l, factor = softmax(s, m, l, unit, False)
     if CONFIG.pin:
         l = before_next_wait(l)
-    if CONFIG.softmax_turns:
-        named_barrier("arrive", 12 + (INDEX + 1) % CONFIG.consumers, count)
-    pv = warpgroup_mma_wait(0, deps=(at,))
+    acc = warpgroup_mma_wait(0, deps=(at,))
     values.release(count - 1)
-    risen = risen * change
-    if CONFIG.promote:  # noqa: SIM108  (constexpr: one of the two is compiled)
-        acc = acc * rows_like(factor, acc) + pv
-    else:
-        acc = scale_rows(pv, rows_like(risen, pv))
-    return in_words(pf, INTERLEAVED), m, l, acc, risen
+    acc = scale_rows(acc, rows_like(factor * change, acc))
+    return in_words(pf, INTERLEAVED), m, l, acc
+
+
+@gluon.jit
+def step_ahead(
+    q, p, s, m, l, acc, zero, keys, values, count, unit, change,
+    LAST: gl.constexpr, P_LAYOUT: gl.constexpr, CONFIG: gl.constexpr, INTERLEAVED: gl.constexpr,
+):  # fmt: skip
+    """P V(count - 1) and Q K(count + 1) under way together, softmax(count) meanwhile. Returns p, s, m, l, acc.
+
+    s (64, BLOCK_N): Q K(count), and as returned Q K(count + 1). LAST: there is no block count + 1, and s is returned as
+    it came. The others as of `step`.
+    """
+    vt = values.take(count - 1)
+    at = warpgroup_mma(unpacked(p, P_LAYOUT), vt, acc, is_async=True)
+    if not LAST:
+        kt = keys.take(count + 1)
+        st = warpgroup_mma(q, kt.permute((1, 0)), zero, use_acc=False, is_async=True)
+    pf, m, l, factor = softmax(s, m, l, unit, False)
+    if CONFIG.pin:
+        l = before_next_wait(l)
+    acc = warpgroup_mma_wait(0 if LAST else 1, deps=(at,))
+    values.release(count - 1)
+    # A plain product LLVM would move over the back edge of the loop, and all of acc would spill.
+    acc = scale_rows(acc, rows_like(factor * change, acc))
+    # Were it packed before the wait, the ptxas of Triton 3.6.0 would wait for every single product.
+    w = in_words(pf, INTERLEAVED)
+    if not LAST:
+        s = warpgroup_mma_wait(0, deps=(st,))
+        keys.release(count + 1)
+    return w, s, m, l, acc
 
 
 @gluon.jit
 def step_in_turn(
-    q, p, m, l, acc, factor, zero, none, keys, values, count, last, unit, change,
-    MASKED: gl.constexpr, PROMOTE: gl.constexpr, P_LAYOUT: gl.constexpr, INTERLEAVED: gl.constexpr,
+    q, p, m, l, acc, zero, keys, values, count, last, unit, change,
+    P_LAYOUT: gl.constexpr, INTERLEAVED: gl.constexpr,
 ):  # fmt: skip
-    """The same one after the other: P V(count - 1), Q K(count), softmax(count).
+    """The same one after the other, of a block that the diagonal crosses: columns after `last` are hidden.
 
-    MASKED, for a block that the diagonal crosses: columns after `last` are hidden. There is at most one of these a tile
-    (two where block_m is more than block_n), and the mask, a second accumulator and a second loop around them would not
-    fit into the registers. Without PROMOTE acc is up to date when it returns.
+    There is at most one of these a tile (two where block_m is more than block_n), and the mask, a second product and
+    a second loop around them would not fit into the registers.
     """
-    vt = values.take(count - 1)
-    if PROMOTE:
-        at = warpgroup_mma(unpacked(p, P_LAYOUT), vt, none, use_acc=False, is_async=True)
-        acc = acc * rows_like(factor, acc) + warpgroup_mma_wait(0, deps=(at,))
-    else:
-        at = warpgroup_mma(unpacked(p, P_LAYOUT), vt, acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=(at,))
-    values.release(count - 1)
-    kt = keys.take(count)
-    st = warpgroup_mma(q, kt.permute((1, 0)), zero, use_acc=False, is_async=True)
-    s = warpgroup_mma_wait(0, deps=(st,))
-    keys.release(count)
-    if MASKED:
-        s = hide_after(s, last, True)
-    pf, m, l, risen = softmax(s, m, l, unit, MASKED)
-    risen = risen * change
-    if not PROMOTE:
-        acc = scale_rows(acc, rows_like(risen, acc))
-    return in_words(pf, INTERLEAVED), m, l, acc, risen
+    acc = add_product(p, acc, values, count - 1, P_LAYOUT)
+    s = hide_after(scores(q, keys, count, zero), last, True)
+    pf, m, l, factor = softmax(s, m, l, unit, True)
+    acc = scale_rows(acc, rows_like(factor * change, acc))
+    return in_words(pf, INTERLEAVED), m, l, acc
+
+
+@gluon.jit
+def turn_ahead(
+    q, p, s, m, l, acc, zero, keys, values, count, scales, batch, kv_head, key, row_unit, inverse, r, dk, dv,
+    LAST: gl.constexpr, P_LAYOUT: gl.constexpr, CONFIG: gl.constexpr, SCALE_BLOCK: gl.constexpr,
+    V_BLOCKS: gl.constexpr, INTERLEAVED: gl.constexpr,
+):  # fmt: skip
+    """step_ahead in the units of its block, from dk and dv, and the next ones asked for, of the block of `key`.
+
+    Returns p, s, m, l, acc, r, dk, dv, count.
+    """
+    unit, r, change = next_units(row_unit, inverse, dk, dv, r, V_BLOCKS)
+    if not LAST:
+        dk, dv = scales.of_keys(batch, kv_head, key, SCALE_BLOCK, V_BLOCKS)
+    p, s, m, l, acc = step_ahead(
+        q, p, s, m, l, acc, zero, keys, values, count, unit, change, LAST, P_LAYOUT, CONFIG, INTERLEAVED
+    )
+    return p, s, m, l, acc, r, dk, dv, count + 1
+
+
+@gluon.jit
+def blocks_ahead(
+    q, p, m, l, acc, zero, keys, values, count, left, scales, batch, kv_head, row_unit, inverse, r, dk, dv,
+    P_LAYOUT: gl.constexpr, CONFIG: gl.constexpr, SCALE_BLOCK: gl.constexpr, V_BLOCKS: gl.constexpr,
+    INTERLEAVED: gl.constexpr,
+):  # fmt: skip
+    """Blocks left - 1 … 0 of the keys, left at least 1, with step_ahead. Returns p, m, l, acc, r, count.
+
+    r: of the block before. dk, dv: of block left - 1.
+    """
+    BLOCK_N: gl.constexpr = CONFIG.block_n
+    s = scores(q, keys, count, zero)
+    for j in range(0, left - 2, 2):
+        for half in gl.static_range(2):
+            p, s, m, l, acc, r, dk, dv, count = turn_ahead(
+                q, p, s, m, l, acc, zero, keys, values, count, scales, batch, kv_head, (left - 2 - j - half) * BLOCK_N,
+                row_unit, inverse, r, dk, dv, False, P_LAYOUT, CONFIG, SCALE_BLOCK, V_BLOCKS, INTERLEAVED,
+            )  # fmt: skip
+    if left % 2 == 0:
+        p, s, m, l, acc, r, dk, dv, count = turn_ahead(
+            q, p, s, m, l, acc, zero, keys, values, count, scales, batch, kv_head, 0,
+            row_unit, inverse, r, dk, dv, False, P_LAYOUT, CONFIG, SCALE_BLOCK, V_BLOCKS, INTERLEAVED,
+        )  # fmt: skip
+    p, s, m, l, acc, r, dk, dv, count = turn_ahead(
+        q, p, s, m, l, acc, zero, keys, values, count, scales, batch, kv_head, 0,
+        row_unit, inverse, r, dk, dv, True, P_LAYOUT, CONFIG, SCALE_BLOCK, V_BLOCKS, INTERLEAVED,
+    )  # fmt: skip
+    return p, m, l, acc, r, count
 
 
 @gluon.jit
@@ -168,10 +248,7 @@ def consumer(
     # The first turn is consumer 0's.
     if CONFIG.ping_pong and CONFIG.consumers - 1 == INDEX:
         named_barrier("arrive", 8, work.begin)
-    if CONFIG.softmax_turns and CONFIG.consumers - 1 == INDEX:
-        named_barrier("arrive", 12, work.begin)
     zero = gl.zeros([64, BLOCK_N], gl.float32, layout=S_LAYOUT)
-    none = gl.zeros([64, D], gl.float32, layout=O_LAYOUT)
     count = work.begin * 0
     for t in range(work.begin, work.end):
         row, batch, head, kv_head = work.tile(t, BLOCK_M)
@@ -186,10 +263,7 @@ def consumer(
         acc = gl.zeros([64, D], gl.float32, layout=O_LAYOUT)
         # The last block of keys: there is no product yet to overlap with.
         q = queries.take(t - work.begin, FIRST)
-        kt = keys.take(count)
-        st = warpgroup_mma(q, kt.permute((1, 0)), zero, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(0, deps=(st,))
-        keys.release(count)
+        s = scores(q, keys, count, zero)
         if CAUSAL:
             # What is beyond the last key is beyond the diagonal of every row that counts, too.
             s = hide_after(s, diagonal - (n - 1) * BLOCK_N, True)
@@ -199,7 +273,6 @@ def consumer(
         l = partial_sums(zero)
         pf, m, l, _ = softmax(s, m, l, unit, CAUSAL)
         p = in_words(pf, INTERLEAVED)
-        factor = gl.full([64], 1.0, gl.float32, layout=ROWS)
         count += 1
         done = 1
         if DIAGONALS:
@@ -209,40 +282,30 @@ def consumer(
                 if j < done:
                     column = (n - 1 - j) * BLOCK_N
                     dk, dv = scales.of_keys(batch, kv_head, column, SCALE_BLOCK, V_BLOCKS)
-                    before = r
-                    unit, r = unit_and_ratio(row_unit, inverse, dk, dv)
-                    p, m, l, acc, _ = step_in_turn(
-                        q, p, m, l, acc, factor, zero, none, keys, values, count, diagonal - column, unit,
-                        change_of_units(before, r, V_BLOCKS), True, False, P_LAYOUT, INTERLEAVED,
+                    unit, r, change = next_units(row_unit, inverse, dk, dv, r, V_BLOCKS)
+                    p, m, l, acc = step_in_turn(
+                        q, p, m, l, acc, zero, keys, values, count, diagonal - column, unit, change,
+                        P_LAYOUT, INTERLEAVED,
                     )  # fmt: skip
                     count += 1
         dk, dv = scales.of_keys(batch, kv_head, gl.maximum(n - 1 - done, 0) * BLOCK_N, SCALE_BLOCK, V_BLOCKS)
-        for j in range(done, n):
-            before = r
-            unit, r = unit_and_ratio(row_unit, inverse, dk, dv)
-            change = change_of_units(before, r, V_BLOCKS)
-            # Those of the next turn: a load takes as long as a product.
-            dk, dv = scales.of_keys(batch, kv_head, gl.maximum(n - 2 - j, 0) * BLOCK_N, SCALE_BLOCK, V_BLOCKS)
-            if CONFIG.overlap:
-                p, m, l, acc, factor = step(
-                    q, p, m, l, acc, factor, zero, none, keys, values, count, unit, change,
-                    INDEX, P_LAYOUT, CONFIG, INTERLEAVED,
+        if CONFIG.ahead:
+            if done < n:
+                p, m, l, acc, r, count = blocks_ahead(
+                    q, p, m, l, acc, zero, keys, values, count, n - done, scales, batch, kv_head, row_unit, inverse,
+                    r, dk, dv, P_LAYOUT, CONFIG, SCALE_BLOCK, V_BLOCKS, INTERLEAVED,
                 )  # fmt: skip
-            else:
-                p, m, l, acc, factor = step_in_turn(
-                    q, p, m, l, acc, factor, zero, none, keys, values, count, 0, unit, change,
-                    False, CONFIG.promote, P_LAYOUT, INTERLEAVED,
-                )  # fmt: skip
-            count += 1
-        queries.release(t - work.begin, FIRST)
-        vt = values.take(count - 1)
-        if CONFIG.promote:
-            at = warpgroup_mma(unpacked(p, P_LAYOUT), vt, none, use_acc=False, is_async=True)
-            acc = acc * rows_like(factor, acc) + warpgroup_mma_wait(0, deps=(at,))
         else:
-            at = warpgroup_mma(unpacked(p, P_LAYOUT), vt, acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=(at,))
-        values.release(count - 1)
+            for j in range(done, n):
+                unit, r, change = next_units(row_unit, inverse, dk, dv, r, V_BLOCKS)
+                # Those of the next turn: a load takes as long as a product.
+                dk, dv = scales.of_keys(batch, kv_head, gl.maximum(n - 2 - j, 0) * BLOCK_N, SCALE_BLOCK, V_BLOCKS)
+                p, m, l, acc = step(
+                    q, p, m, l, acc, zero, keys, values, count, unit, change, INDEX, P_LAYOUT, CONFIG, INTERLEAVED
+                )
+                count += 1
+        queries.release(t - work.begin, FIRST)
+        acc = add_product(p, acc, values, count - 1, P_LAYOUT)
 
         # O leaves by TMA, which drops the rows beyond Lq.
         row += INDEX * 64

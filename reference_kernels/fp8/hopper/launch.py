@@ -11,12 +11,12 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ...hopper.launch import LOG2E, constants
+from ...hopper.launch import LOG2E
 from ...hopper.schedule import MOST_BATCHES, MOST_BLOCKS, MOST_HEADS, Problem, is_kept, schedule
 from ...launch import tma_refusal, tma_strides
 from ..forward import by_block
 from ..quantiser import BLOCK
-from .configs import TABLE, Fp8Config
+from .configs import TABLE, Fp8Config, lookup
 from .interleaving import as_stored, padding_refusal
 from .kernel import forward_kernel
 
@@ -50,15 +50,16 @@ def supports(q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool, v_i
         return said
     if q.device.type != "cuda" or torch.cuda.get_device_capability(q.device) != (9, 0):
         return "q is not on a GPU of compute capability 9.0"
-    if torch.cuda.is_current_stream_capturing() and not is_kept(*_work(q, k, causal, TABLE[q.shape[3]])):
+    if torch.cuda.is_current_stream_capturing() and not is_kept(*_work(q, k, causal, None)):
         return "a CUDA graph is being captured, and these shapes were not run before it: run them once"
     return None
 
 
-def _work(q: Tensor, k: Tensor, causal: bool, config: Fp8Config) -> tuple[Problem, int, torch.device]:
+def _work(q: Tensor, k: Tensor, causal: bool, config: Fp8Config | None) -> tuple[Problem, int, torch.device]:
     """What `schedule` takes. It counts four bytes of K and V an element of a head, and here there are two."""
     (batch, heads, lq, d), (kv_heads, lk) = q.shape, k.shape[1:3]
     causal = causal and lq > 1  # one row at the end sees every key
+    config = config or lookup(d, causal=causal)
     problem = Problem(batch, heads, heads // kv_heads, lq, lk, d // 2, config.block_m, config.block_n, causal)
     return problem, _sms(q.device), q.device
 
@@ -103,7 +104,7 @@ def forward(
         raise NotImplementedError(reason)
     (batch, heads, lq, d), lk = q.shape, k.shape[2]
     causal = causal and lq > 1  # one row at the end sees every key
-    config = config or TABLE[d]
+    config = config or lookup(d, causal=causal)
     o = torch.empty((batch, heads, lq, d), dtype=torch.bfloat16, device=q.device)
     lse = torch.empty((batch, heads, lq), dtype=torch.float32, device=q.device)
     if causal and lq > lk:
@@ -131,6 +132,14 @@ def fixed(
     d: int, config: Fp8Config, *, causal: bool, lq: int, lk: int, by_blocks: bool, interleaved: bool = False
 ) -> dict[str, Any]:
     """The kernel's constants; by_blocks: V has a scale for each block of keys; interleaved: as of `forward`."""
-    shape = constants(d, config, causal=causal, freeze=False, lq=lq, lk=lk)
-    del shape["FREEZE"]
-    return shape | {"SCALE_BLOCK": BLOCK, "V_BLOCKS": by_blocks, "INTERLEAVED": interleaved}
+    aligned = config.block_m == config.block_n and (lk - lq) % config.block_n == 0
+    return {
+        "D": d,
+        "CONFIG": config,
+        "CAUSAL": causal,
+        "TAIL": not causal and lk % config.block_n != 0,
+        "DIAGONALS": causal and not aligned,
+        "SCALE_BLOCK": BLOCK,
+        "V_BLOCKS": by_blocks,
+        "INTERLEAVED": interleaved,
+    }

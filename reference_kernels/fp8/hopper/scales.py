@@ -93,12 +93,13 @@ def unit_and_ratio(unit, inverse, dk, dv):
 
 
 @gluon.jit
-def change_of_units(before, after, V_BLOCKS: gl.constexpr):
-    """What acc is multiplied by from a block of r_t = `before` to one of `after`."""
+def next_units(unit, inverse, dk, dv, before, V_BLOCKS: gl.constexpr):
+    """unit_and_ratio, and what acc is multiplied by from a block of r_t = `before` to this one."""
+    unit, after = unit_and_ratio(unit, inverse, dk, dv)
     change = 1.0
     if V_BLOCKS:
         change = before * reciprocal(after)
-    return change
+    return unit, after, change
 
 
 @aggregate
