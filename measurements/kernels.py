@@ -46,7 +46,8 @@ from reference_kernels.variants import triton as flash_attention
 
 TOKENS, HIDDEN = 16384, 2048
 FLUSH_BYTES = 256 << 20  # several times the L2 of any GPU
-SPIN_CYCLES = 1_000_000  # about half a millisecond: longer than a call takes on the host
+SPIN_CYCLES = 1_000_000  # about half a millisecond: longer than a call takes on most hosts
+CYCLES_PER_SECOND = 2e9  # of a GPU, at most
 Call = Callable[[], object]
 
 
@@ -56,11 +57,11 @@ class Clock:
     def __init__(self) -> None:
         self.scratch = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
 
-    def once(self, call: Call) -> float:
-        """Milliseconds of one call."""
+    def once(self, call: Call, spin: int = SPIN_CYCLES) -> float:
+        """Milliseconds of one call, which the host makes within `spin` cycles of the GPU."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.scratch.zero_()
-        torch.cuda._sleep(SPIN_CYCLES)  # the launch is in the queue before its turn comes: device time alone
+        torch.cuda._sleep(spin)  # the launch is in the queue before its turn comes: device time alone
         start.record()
         call()
         end.record()
@@ -69,14 +70,19 @@ class Clock:
 
     def medians(self, calls: dict[str, Call], rounds: int = 5, launches: int = 7) -> dict[str, float]:
         """Milliseconds by name: the median of round medians, all candidates taking turns."""
-        for call in calls.values():  # compile, and warm up
+        spins = {}
+        for name, call in calls.items():  # compile, and warm up
             for _ in range(3):
+                torch.cuda.synchronize()
+                begun = time.perf_counter()
                 call()
+                host = time.perf_counter() - begun
+            spins[name] = max(SPIN_CYCLES, int(3 * host * CYCLES_PER_SECOND))
         torch.cuda.synchronize()
         found: dict[str, list[float]] = {name: [] for name in calls}
         for _ in range(rounds):
             for name, call in calls.items():
-                found[name].append(statistics.median(self.once(call) for _ in range(launches)))
+                found[name].append(statistics.median(self.once(call, spins[name]) for _ in range(launches)))
         return {name: statistics.median(values) for name, values in found.items()}
 
 
