@@ -15,7 +15,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from gluon_on_torch import Int, Language, Pointer, on_torch, pointer, quad_exchange
+from gluon_on_torch import Language, Pointer, on_torch, pointer, quad_exchange
+from hopper_machine import Channel, TensorCores, reader, work
 
 import oracles
 from oracles.quantise import Quantised, dequantise, quantise
@@ -26,7 +27,6 @@ from reference_kernels.fp8.hopper.interleaving import as_stored, interleave_keys
 from reference_kernels.fp8.hopper.launch import fixed
 from reference_kernels.hopper import producer, softmax
 from reference_kernels.hopper.schedule import Problem, assign
-from reference_kernels.hopper.work import Work
 
 # Two consumers in half as many keys; scores one block ahead, with every number of blocks and every mask.
 NARROW = Fp8Config(2, 64, 3, 1, True, False, False, 240, 24)
@@ -47,58 +47,7 @@ PERS = (
 """What shares a descale, of q, k and v."""
 
 
-class TensorCores:
-    """Products under way, oldest first: none may be read before a wait covers it."""
-
-    def __init__(self) -> None:
-        self.products: list[tuple[Tensor, set[int]]] = []
-
-    def multiply(self, a: Tensor, b: Tensor, acc: Tensor, use_acc: bool = True, is_async: bool = False) -> Tensor:
-        product = a @ b + acc if use_acc else a @ b
-        self.products.append((product, {x.untyped_storage().data_ptr() for x in (a, b)}))
-        return product
-
-    def wait(self, outstanding: int, deps: tuple[Tensor]) -> Tensor:
-        del self.products[: max(len(self.products) - outstanding, 0)]
-        assert not any(product is deps[0] for product, _ in self.products), "a product is read that is under way"
-        return deps[0]
-
-    def read(self, tile: Tensor) -> bool:
-        return any(tile.untyped_storage().data_ptr() in memory for _, memory in self.products)
-
-
 CORES = TensorCores()
-
-
-class Channel:
-    """Tiles by their number; which are held, and how often each was released."""
-
-    def __init__(self) -> None:
-        self.tiles: dict[tuple[int, int], Tensor] = {}
-        self.held: set[tuple[int, int]] = set()
-        self.released: dict[tuple[int, int], int] = {}
-
-    def fill(self, read: Any, batch: int, head: int, at: int, count: int, first: int = 0) -> None:
-        self.tiles[count, first] = read(batch, head, at)
-
-    def take(self, count: int, first: int = 0) -> Tensor:
-        self.held.add((count, first))
-        return self.tiles[count, first]
-
-    def release(self, count: int, first: int = 0) -> None:
-        assert not CORES.read(self.tiles[count, first]), "a tile is released that a product reads"
-        self.held.remove((count, first))
-        self.released[count, first] = self.released.get((count, first), 0) + 1
-
-
-def _reader(x: Tensor, rows: int) -> Any:
-    """Tiles of x (B, H, L, D) as the TMA reads them, zeros beyond its end."""
-
-    def read(batch: int, head: int, at: int) -> Tensor:
-        tile = x[batch, head, at : at + rows].float()
-        return torch.nn.functional.pad(tile, (0, 0, 0, rows - len(tile)))
-
-    return read
 
 
 def _hide_after(s: Tensor, last: int, diagonal: bool) -> Tensor:
@@ -152,20 +101,6 @@ def _scales(q: Quantised, k: Quantised, v: Quantised, scale: float) -> Any:
     return made
 
 
-def _work(tiles: list[int], lq: int, lk: int, block_m: int) -> Any:
-    """A work.Work of these tiles."""
-    made = types.SimpleNamespace(begin=0, end=len(tiles), Lq=lq, Lk=lk)
-    for name in ("key_blocks", "full_blocks"):
-        setattr(made, name, functools.partial(on_torch(getattr(Work, name)), made))
-
-    def tile(t: int, rows: int) -> tuple[int, ...]:
-        code = tiles[t]
-        return (code & 0xFFFFF) * rows, Int(code >> 44), Int(code >> 32 & 0xFFF), Int(code >> 20 & 0xFFF)
-
-    made.tile = tile
-    return made
-
-
 def _attend(
     q: Quantised, k: Quantised, v: Quantised, scale: float, causal: bool, config: Fp8Config, interleaved: bool = False
 ) -> dict[str, Tensor]:
@@ -179,12 +114,12 @@ def _attend(
     code = fixed(d, config, causal=causal, lq=lq, lk=lk, by_blocks=v.descale.dim() == 3, interleaved=interleaved)
     stored = as_stored(interleave_keys(v.values), interleaved=True).mT if interleaved else v.values
     problem = Problem(batch, heads, heads // kv_heads, lq, lk, d // 2, config.block_m, config.block_n, causal)
-    descriptors = (_reader(q.values, 64), _reader(k.values, config.block_n), _reader(stored, config.block_n))
+    descriptors = (reader(q.values, 64), reader(k.values, config.block_n), reader(stored, config.block_n))
     for tiles in assign(problem, 3):
-        work = _work(tiles, lq, lk, config.block_m)
-        queries, keys, values = Channel(), Channel(), Channel()
+        its = work(tiles, lq, lk)
+        queries, keys, values = Channel(CORES), Channel(CORES), Channel(CORES)
         turns = set()
-        on_torch(producer.load_tiles)(*descriptors, queries, keys, values, work, work.end, 0, 0, config, causal)
+        on_torch(producer.load_tiles)(*descriptors, queries, keys, values, its, its.end, 0, 0, config, causal)
         for index in range(config.consumers):
             BARRIERS.clear()
             held: list[Tensor] = []
@@ -196,7 +131,7 @@ def _attend(
 
             run = on_torch(consumer.consumer, **REPLACED, tma_store=store)
             run(
-                types.SimpleNamespace(dtype=torch.bfloat16), Pointer(lse.view(-1)), queries, keys, values, buffer, work,
+                types.SimpleNamespace(dtype=torch.bfloat16), Pointer(lse.view(-1)), queries, keys, values, buffer, its,
                 _scales(q, k, v, scale), heads, index, d, config, code["SCALE_BLOCK"], code["CAUSAL"], code["TAIL"],
                 code["DIAGONALS"], code["V_BLOCKS"], code["INTERLEAVED"],
             )  # fmt: skip
@@ -207,7 +142,9 @@ def _attend(
             assert first + turn * max(turns) == BARRIERS, "a turn is waited for, then given to the next consumer"
         assert len(turns) == 1, "consumers have the same number of turns"
         for channel, readers in ((queries, 1), (keys, config.consumers), (values, config.consumers)):
-            assert channel.released == dict.fromkeys(channel.tiles, readers), "every tile is released by all readers"
+            assert channel.released == channel.taken == dict.fromkeys(channel.tiles, readers), (
+                "every tile is released by all readers"
+            )
         assert config.ping_pong or turns == {0}
     return {"o": o, "lse": lse}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import functools
 import itertools
 import math
 import types
@@ -15,52 +14,24 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from gluon_on_torch import Int, Pointer, on_torch
+from gluon_on_torch import Pointer, on_torch
+from hopper_machine import Channel, TensorCores, reader, work
 
 import oracles
 from reference_kernels.hopper import consumer, producer, softmax
 from reference_kernels.hopper.configs import TABLE, Config
 from reference_kernels.hopper.launch import LOG2E, constants
 from reference_kernels.hopper.schedule import Problem, assign
-from reference_kernels.hopper.work import Work
 
 NARROW, WIDE = (TABLE[64][False][i][1] for i in (1, 0))
 CONFIGS = {64: (NARROW, WIDE), 128: (TABLE[128][True][0][1],), 256: (TABLE[256][True][0][1],)}
 
 
-class Channel:
-    """Tiles by their number; how often each was taken and released."""
-
-    def __init__(self) -> None:
-        self.tiles: dict[tuple[int, int], Tensor] = {}
-        self.taken: collections.Counter[tuple[int, int]] = collections.Counter()
-        self.released: collections.Counter[tuple[int, int]] = collections.Counter()
-
-    def fill(self, read: Any, batch: int, head: int, at: int, count: int, first: int = 0) -> None:
-        self.tiles[count, first] = read(batch, head, at)
-
-    def take(self, count: int, first: int = 0) -> Tensor:
-        self.taken[count, first] += 1
-        return self.tiles[count, first]
-
-    def release(self, count: int, first: int = 0) -> None:
-        self.released[count, first] += 1
-
-
-def _reader(x: Tensor, rows: int) -> Any:
-    """Tiles of x (B, H, L, D) as the TMA reads them, zeros where no row is."""
-
-    def read(batch: int, head: int, at: int) -> Tensor:
-        row = torch.arange(at, at + rows)
-        there = (row >= 0) & (row < x.shape[2])
-        return torch.where(there[:, None], x[batch, head, row.clamp(0, x.shape[2] - 1)].float(), 0.0)
-
-    return read
-
+CORES = TensorCores()
 
 REPLACED: dict[str, Any] = {
-    "warpgroup_mma": lambda a, b, acc, use_acc=True, is_async=False: a @ b + acc if use_acc else a @ b,
-    "warpgroup_mma_wait": lambda outstanding, deps: deps[0],
+    "warpgroup_mma": CORES.multiply,
+    "warpgroup_mma_wait": CORES.wait,
     "before_next_wait": lambda x: x,
     "known_here": lambda x: x,
     "product": lambda x, y: x * y,
@@ -73,20 +44,6 @@ for _name in ("rows_like", "hide_after", "hide_before", "partial_sums", "probabi
     REPLACED[_name] = on_torch(getattr(softmax, _name), **REPLACED)
 for _name in ("last_rows", "last_product", "has_outgrown", "store_present"):
     REPLACED[_name] = on_torch(getattr(consumer, _name), **REPLACED)
-
-
-def _work(tiles: list[int], lq: int, lk: int) -> Any:
-    """A work.Work of these tiles."""
-    made = types.SimpleNamespace(begin=0, end=len(tiles), Lq=lq, Lk=lk)
-    for name in ("key_pad", "row_pad", "key_blocks", "full_blocks"):
-        setattr(made, name, functools.partial(on_torch(getattr(Work, name)), made))
-
-    def tile(t: int, rows: int) -> tuple[int, ...]:
-        code = tiles[t]
-        return (code & 0xFFFFF) * rows, Int(code >> 44), Int(code >> 32 & 0xFFF), Int(code >> 20 & 0xFFF)
-
-    made.tile = tile
-    return made
 
 
 def _attend(
@@ -124,14 +81,14 @@ def _attend(
         o[b, h, first : first + 64] = held[-1][: lq - first].float()
 
     def read_rows(batch: int, head: int, at: int) -> Tensor:
-        tile = _reader(q, 64)(batch, head, at)
+        tile = reader(q, 64)(batch, head, at)
         tile.store = held.append  # type: ignore[attr-defined]
         return tile
 
     lists = assign(problem, 3)
     for tiles in lists:
-        work = _work(tiles, lq, lk)
-        queries, keys, values = Channel(), Channel(), Channel()
+        its = work(tiles, lq, lk)
+        queries, keys, values = Channel(CORES), Channel(CORES), Channel(CORES)
         handed: collections.Counter[tuple[str, int]] = collections.Counter()
         names = REPLACED | {"named_barrier": lambda op, ident, x, handed=handed: handed.update([(op, ident)])}
         names["step"] = counted("step", on_torch(consumer.step, **names))
@@ -141,18 +98,18 @@ def _attend(
 
         def walk(
             end: int, tiles_before: int, blocks_before: int, freeze: bool,
-            work: Any = work, channels: Any = (queries, keys, values), run: Any = run,
+            its: Any = its, channels: Any = (queries, keys, values), run: Any = run,
         ) -> tuple[int, bool]:  # fmt: skip
-            sources = read_rows, _reader(k, config.block_n), _reader(v, config.block_n)
+            sources = read_rows, reader(k, config.block_n), reader(v, config.block_n)
             loaded = on_torch(producer.load_tiles)(
-                *sources, *channels, work, end, tiles_before, blocks_before, config, causal, code["SHORT"]
+                *sources, *channels, its, end, tiles_before, blocks_before, config, causal, code["SHORT"]
             )
             outgrown = False
             for index in range(config.consumers):
                 outputs = (types.SimpleNamespace(dtype=torch.bfloat16), Pointer(o.view(-1)))
                 count, found = run(
                     outputs, Pointer(lse.view(-1)), *channels,
-                    types.SimpleNamespace(store=held.append), work, end, tiles_before, blocks_before,
+                    types.SimpleNamespace(store=held.append), its, end, tiles_before, blocks_before,
                     d**-0.5 * LOG2E, heads, index, d, config, causal, code["TAIL"], code["DIAGONALS"],
                     code["SHORT"], code["ROWLESS"], freeze,
                 )  # fmt: skip
@@ -160,10 +117,10 @@ def _attend(
                 outgrown = outgrown or bool(found)
             return loaded, outgrown
 
-        blocks, again = walk(work.end, 0, 0, freeze)
+        blocks, again = walk(its.end, 0, 0, freeze)
         if freeze and again:
             did["repeated"] += 1
-            walk(work.end, work.end, blocks, False)
+            walk(its.end, its.end, blocks, False)
         for channel, readers in ((queries, 1), (keys, config.consumers), (values, config.consumers)):
             assert channel.released == channel.taken == dict.fromkeys(channel.tiles, readers)
         if config.ping_pong:
