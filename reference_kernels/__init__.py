@@ -18,16 +18,17 @@ Two to compare with, which flash_attention never runs: `forward_v1` (the loop or
 For Hopper, in Gluon: the package `hopper`. On 8-bit numbers: the package `fp8`.
 
 Around them `tiles` (loads and products), `configs` (tile sizes), `launch` (arguments), `cases` (for the compile lane),
-`dispatch` (these kernels, or those of `hopper`), `ops` (operators of torch), `api` (the public function) and `variants`
-(the same with one kernel). `python -m reference_kernels.forward` runs one by itself.
+`dispatch` (these kernels, or those of `hopper`), `ops` (operators of torch), `api` (the public function), `variants`
+(the same with one kernel) and `lazy` (imports on first use). `python -m reference_kernels.forward` runs one by itself.
 
 Importing the package imports neither torch nor Triton, needs no GPU and compiles nothing.
 """
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
+
+from .lazy import attribute
 
 if TYPE_CHECKING:
     from .api import Availability, available, flash_attention
@@ -39,10 +40,7 @@ __all__ = ["Availability", "available", "flash_attention", "naive_attention"]
 
 
 def __getattr__(name: str) -> Any:
-    # Loaded on first use: `python -m reference_kernels.forward` chooses the interpreter before Triton is imported.
-    if name in _HOMES:
-        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return attribute(__name__, _HOMES, name)
 
 
 def __dir__() -> list[str]:

@@ -56,9 +56,9 @@ def flash_attention_fp8(
     ValueError for arguments that do not fit together, NotImplementedError for what the kernels, or the one that is
     named, do not serve.
     """
-    scale = checked(q, k, v, q_descale, k_descale, v_descale, scale)
     if kernel not in (None, *KERNELS):
         raise ValueError(f"kernel must be one of {', '.join(KERNELS)}, or None for the fastest, got {kernel!r}")
+    scale = checked(q, k, v, q_descale, k_descale, v_descale, scale)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         raise NotImplementedError("float8 tensors have no gradient here: call flash_attention_fp8_backward for it")
     if v_interleaved and kernel == "triton":

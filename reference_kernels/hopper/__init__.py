@@ -35,8 +35,9 @@ Importing the package imports neither torch nor Triton.
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
+
+from ..lazy import attribute
 
 if TYPE_CHECKING:
     from .launch import forward as forward
@@ -46,6 +47,4 @@ __all__ = ["forward", "supports"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__:
-        return getattr(importlib.import_module(f"{__name__}.launch"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return attribute(__name__, dict.fromkeys(__all__, "launch"), name)

@@ -185,6 +185,11 @@ def test_what_it_cannot_attend_to_is_said(changes, error, said) -> None:
         flash_attention_fp8_backward(do, **arguments)
 
 
+def test_a_wrong_name_of_a_kernel_is_said_on_any_device() -> None:
+    with pytest.raises(ValueError, match="kernel must be one of hopper, triton"):
+        flash_attention_fp8(**_arguments(), kernel="fast")
+
+
 def test_gradients_and_kernels_that_there_are_not() -> None:
     check(
         """

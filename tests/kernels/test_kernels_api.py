@@ -27,6 +27,34 @@ def test_importing_the_package_imports_neither_torch_nor_triton() -> None:
     check("import sys, reference_kernels; assert not {'torch', 'triton'} & set(sys.modules)", interpret=False)
 
 
+def test_without_triton_one_sentence_has_the_remedy() -> None:
+    check(
+        """
+import sys
+sys.modules["triton"] = None  # as if it were not installed
+import reference_kernels, reference_kernels.fp8, reference_kernels.hopper
+for package, name in (
+    (reference_kernels, "flash_attention"), (reference_kernels.fp8, "quantise"), (reference_kernels.hopper, "forward"),
+):
+    try:
+        getattr(package, name)
+    except ModuleNotFoundError as error:
+        assert str(error) == (
+            f"{package.__name__}.{name} needs Triton, which is not installed: pip install 'pytest-flashattn[kernels]'"
+        )
+    else:
+        raise AssertionError(name)
+    assert not hasattr(package, "no_such_name")
+sys.modules["torch"] = None
+try:
+    reference_kernels.fp8.random_signs
+except ModuleNotFoundError as error:
+    assert error.name == "torch", "what else is missing keeps its own name"
+""",
+        interpret=False,
+    )
+
+
 def test_without_gpu_and_interpreter_one_sentence_says_so() -> None:
     check(
         SETUP
