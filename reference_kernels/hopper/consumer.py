@@ -158,12 +158,7 @@ def attend_tiles(
     ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     FIRST: gl.constexpr = INDEX * CONFIG.q_stages
     zero = gl.zeros([64, BLOCK_N], gl.float32, layout=S_LAYOUT)
-    row_pad = 0
-    key_pad = 0
-    if SHORT:
-        key_pad = work.key_pad(BLOCK_N)
-        if CAUSAL:
-            row_pad = work.row_pad(BLOCK_M)
+    row_pad, key_pad = work.pads(BLOCK_M, BLOCK_N, CAUSAL, SHORT)
     outgrown = 0
     count = kv_count
     for t in range(work.begin, end):

@@ -23,12 +23,7 @@ def load_tiles(
     BLOCK_N: gl.constexpr = CONFIG.block_n
     NC: gl.constexpr = CONFIG.consumers
     count = kv_count  # a literal argument cannot change in a loop
-    row_pad = 0
-    key_pad = 0
-    if SHORT:
-        key_pad = work.key_pad(BLOCK_N)
-        if CAUSAL:
-            row_pad = work.row_pad(BLOCK_M)
+    row_pad, key_pad = work.pads(BLOCK_M, BLOCK_N, CAUSAL, SHORT)
     for t in range(work.begin, end):
         row, batch, q_head, kv_head = work.tile(t, BLOCK_M)
         row = row - row_pad

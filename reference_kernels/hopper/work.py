@@ -46,14 +46,15 @@ class Work:
         return (low & 0xFFFFF) * BLOCK_M, high >> 12, high & 0xFFF, (low >> 20) & 0xFFF
 
     @gluon.jit
-    def key_pad(self, BLOCK_N: gl.constexpr):
-        """Keys that block 0 lacks, its first ones."""
-        return gl.cdiv(self.Lk, BLOCK_N) * BLOCK_N - self.Lk
-
-    @gluon.jit
-    def row_pad(self, BLOCK_M: gl.constexpr):
-        """Rows that tile 0 lacks, its first ones, where tiles end with the last row."""
-        return gl.cdiv(self.Lq, BLOCK_M) * BLOCK_M - self.Lq
+    def pads(self, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, SHORT: gl.constexpr):
+        """row_pad and key_pad: the rows that tile 0 lacks, and the keys that block 0 does; their first ones."""
+        row_pad = 0
+        key_pad = 0
+        if SHORT:
+            key_pad = gl.cdiv(self.Lk, BLOCK_N) * BLOCK_N - self.Lk
+            if CAUSAL:
+                row_pad = gl.cdiv(self.Lq, BLOCK_M) * BLOCK_M - self.Lq
+        return row_pad, key_pad
 
     @gluon.jit
     def key_blocks(self, row, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr):

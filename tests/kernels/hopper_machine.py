@@ -77,7 +77,7 @@ def reader(x: Tensor, rows: int) -> Any:
 def work(tiles: list[int], lq: int, lk: int) -> Any:
     """A work.Work of these tiles."""
     made = types.SimpleNamespace(begin=0, end=len(tiles), Lq=lq, Lk=lk)
-    for name in ("key_pad", "row_pad", "key_blocks", "full_blocks"):
+    for name in ("pads", "key_blocks", "full_blocks"):
         setattr(made, name, functools.partial(on_torch(getattr(Work, name)), made))
 
     def tile(t: int, rows: int) -> tuple[int, ...]:
