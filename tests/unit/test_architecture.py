@@ -104,3 +104,15 @@ def test_no_source_file_is_longer_than_400_lines() -> None:
         if (n := len(p.read_text().splitlines())) > 400
     }
     assert not long
+
+
+def test_every_marker_of_our_own_tests_is_registered(request: pytest.FixtureRequest) -> None:
+    """Those of modules that skip on a machine without a GPU too, which `--strict-markers` sees on a GPU only."""
+    known = {line.split(":")[0].split("(")[0] for line in request.config.getini("markers")}
+    used = {
+        node.attr: path.name
+        for path in (ROOT / "tests").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "pytest.mark"
+    }
+    assert {name: where for name, where in used.items() if name not in known} == {}
