@@ -34,7 +34,7 @@ ALWAYS = {
     "hopper-forward-fp16-d64-192x128-dense-online",
     "hopper-forward-bf16-d64-128x128-causal-freeze",
     "hopper-forward-bf16-d128-128x128-causal-online",
-    "hopper-forward-bf16-d128-128x128-causal-freeze-short32",
+    "hopper-forward-bf16-d128-128x128-causal-freeze-short16",
     "hopper-forward-bf16-d256-128x64-dense-freeze-tail",
     "hopper-forward-bf16-d256-128x64-dense-freeze-rowless-short16",
 }
@@ -56,15 +56,19 @@ def forward_case(
 ) -> HopperCase:
     """The kernel for one dtype ("bf16"), head dimension and tile. lq, lk: what is ragged in them decides the code."""
     fixed = constants(d, config, causal=causal, freeze=freeze, lq=lq, lk=lk)
+    short = fixed["SHORT"]
+    few = short % config.block_n
     signature = dict.fromkeys("qo", descriptor_type(dtype, 64, d))
     signature |= dict.fromkeys("kv", descriptor_type(dtype, config.block_n, d))
+    signature |= dict.fromkeys(("k_few", "v_few"), descriptor_type(dtype, few, d) if few else "constexpr")
     signature |= {"lse": "*fp32", "outgrown": "*i32", "tiles": "*i64", "starts": "*i32", "scale": "fp32"}
     signature |= dict.fromkeys(("heads", "Lq", "Lk"), "i32") | {"o_rows": f"*{dtype}"}
     signature |= dict.fromkeys(fixed, "constexpr")
+    fixed |= {} if few else {"k_few": None, "v_few": None}
     said = [f"{config.block_m}x{config.block_n}", "causal" if causal else "dense", "freeze" if freeze else "online"]
     words = (("tail", "TAIL"), ("diagonals", "DIAGONALS"), ("rowless", "ROWLESS"))
     said += [word for word, constant in words if fixed[constant]]
-    said += [f"short{fixed['SHORT']}"] if fixed["SHORT"] else []
+    said += [f"short{short}"] if short else []
     name = "-".join(["hopper-forward", dtype, f"d{d}", *said])
     return HopperCase(name, forward_kernel, signature, fixed, num_warps=4, num_stages=1)
 
@@ -94,6 +98,7 @@ def compile_cases(capability: int) -> list[HopperCase]:
             cases += [
                 forward_case("fp16", d, config),
                 forward_case("fp16", d, config, lq=769, lk=769),
+                forward_case("bf16", d, config, freeze=True, lq=769, lk=800),
                 forward_case("bf16", d, config, freeze=True, lq=1),
                 forward_case("bf16", d, config, freeze=True, lq=769, lk=769),
                 forward_case("bf16", d, config, freeze=True, lk=1000),
@@ -102,6 +107,7 @@ def compile_cases(capability: int) -> list[HopperCase]:
                 forward_case("fp16", d, config, causal=True, lq=769, lk=769),
                 forward_case("bf16", d, config, causal=True, freeze=True),
                 forward_case("bf16", d, config, causal=True, freeze=True, lq=769, lk=769),
+                forward_case("bf16", d, config, causal=True, freeze=True, lq=800, lk=800),
                 forward_case("bf16", d, config, causal=True, freeze=True, lk=1000),
             ]
     return sampled(cases, ALWAYS)

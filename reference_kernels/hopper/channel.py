@@ -18,6 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .gluon_compat import aggregate, tma_load
+from .ptx import known_here
 
 
 @aggregate
@@ -46,9 +47,15 @@ class Channel:
         tma_load(descriptor, [batch, head, row, 0], self.full.index(slot), self.tiles.index(slot))
 
     @gluon.jit
-    def take(self, count, first: gl.constexpr = 0):
-        """Consumer: wait for tile number `count`, return it."""
+    def take(self, count, first: gl.constexpr = 0, HERE: gl.constexpr = False):
+        """Consumer: wait for tile number `count`, return it.
+
+        HERE: what follows from its address is computed here. The address of a ring's only slot is the same for all
+        tiles: LLVM would compute what all products of all tiles are told of it once, and keep it in registers.
+        """
         slot = first + count % self.stages
+        if HERE:
+            slot = known_here(slot)
         mbarrier.wait(self.full.index(slot), (count // self.stages) & 1)
         return self.tiles.index(slot)
 

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+MOST_SHARED = 226 << 10
+"""What tiles may take: 1 KiB of a CTA's 227 is left for the barriers."""
+
 
 @dataclass(frozen=True)
 class Config:
@@ -16,7 +19,8 @@ class Config:
 
     kv_stages, q_stages: slots of the rings. ping_pong: consumers take turns at the tensor cores. pin: hold the softmax
     between the waits (ptx.before_next_wait), running maximum only. o_in_q: O leaves through Q's buffer, for lack of
-    shared memory. consumer_registers, producer_registers: of a thread (multiples of 8).
+    shared memory, of which a few keys beside whole blocks may leave too little as well (launch.constants).
+    consumer_registers, producer_registers: of a thread (multiples of 8).
     """
 
     consumers: int
@@ -32,6 +36,11 @@ class Config:
     @property
     def block_m(self) -> int:
         return 64 * self.consumers
+
+    def shared_bytes(self, d: int, few: int) -> int:
+        """What the tiles of head dimension d take of shared memory, with `few` rows of K and V beside whole blocks."""
+        rows = 2 * (self.kv_stages * self.block_n + few) + self.block_m * (self.q_stages + (not self.o_in_q))
+        return 2 * d * rows
 
 
 _D64 = Config(2, 128, 3, 2, True, True, False, 240, 24)

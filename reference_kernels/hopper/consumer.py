@@ -9,8 +9,9 @@ cores work on the second, the warp group computes the softmax of the first:
 
 and with ping-pong the other warp groups issue their products in turn, so that one's softmax also hides behind the
 others' products. Blocks are visited from the last to the first: those that the diagonal crosses come first and are
-peeled off the loop, and so is block 0, the last, where it has fewer keys than the others (work.py): its products are as
-narrow as its keys allow.
+peeled off the loop. Where block 0 has few keys (work.py) it is no block of the loop's: its products are as narrow as
+its keys allow, and its softmax is that of the first block visited, with one maximum for both. A step of its own would
+have nothing to hide behind.
 
 The reference of the exponentials, m, is a running maximum ("online"), or the maximum of the blocks that the mask
 touches, or of the first block, and kept ("freeze"). softmax may subtract any number: the frozen one is not above the
@@ -43,24 +44,16 @@ INF = gl.constexpr(float("inf"))
 
 
 @gluon.jit
-def last_rows(tile, N: gl.constexpr):
-    """The last N rows of a tile in shared memory."""
-    ROWS: gl.constexpr = tile.shape[0]
-    return tile if N == ROWS else tile.slice(ROWS - N, N)
-
-
-@gluon.jit
 def step(
-    q, p, m, l, acc, zero, keys, values, count, key_pad, diagonal, column, scale,
-    INDEX: gl.constexpr, BEFORE: gl.constexpr, AFTER: gl.constexpr, ONLINE: gl.constexpr, P_LAYOUT: gl.constexpr,
+    q, p, m, l, acc, zero, keys, values, count, edge, scale,
+    INDEX: gl.constexpr, BEFORE: gl.constexpr, DIAGONAL: gl.constexpr, ONLINE: gl.constexpr, P_LAYOUT: gl.constexpr,
     CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Q K(count) and P V(count - 1) under way together, softmax(count) meanwhile. Returns p, m, l, acc.
 
-    zero (64, w): of the keys the last w count, and `column` is the first of them. BEFORE: columns before key_pad are
-    hidden. AFTER: those beyond the diagonal.
+    edge: BEFORE: the first column that there is. DIAGONAL: the last that the first row sees.
     """
-    kt = last_rows(keys.take(count), zero.shape[1])
+    kt = keys.take(count)
     if CONFIG.ping_pong:
         named_barrier("sync", 8 + INDEX, count)
     st = warpgroup_mma(q, kt.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -71,12 +64,12 @@ def step(
     s = warpgroup_mma_wait(1, deps=(st,))
     keys.release(count)
     if BEFORE:
-        s = hide_before(s, key_pad - column)
-    if AFTER:
-        s = hide_after(s, diagonal - column, True)
+        s = hide_before(s, edge)
+    if DIAGONAL:
+        s = hide_after(s, edge, True)
     if ONLINE:
-        m, factor = raised_maximum(s, m, scale, AFTER)
-        pf = probabilities(s, m, scale, AFTER)
+        m, factor = raised_maximum(s, m, scale, DIAGONAL)
+        pf = probabilities(s, m, scale, DIAGONAL)
         l = l * rows_like(factor, l) + gl.convert_layout(partial_sums(pf), l.type.layout, assert_trivial=True)
         if CONFIG.pin:
             l = before_next_wait(l)
@@ -92,10 +85,10 @@ def step(
 
 @gluon.jit
 def last_product(p, acc, queries, tile_count, values, count, FIRST: gl.constexpr, CONFIG: gl.constexpr):
-    """acc + P V(count - 1) with nothing left to overlap, of V as many last rows as p (64, w) has columns."""
+    """acc + P V(count - 1), with nothing left to overlap."""
     if not CONFIG.o_in_q:
         queries.release(tile_count, FIRST)
-    vt = last_rows(values.take(count - 1), p.shape[1])
+    vt = values.take(count - 1)
     at = warpgroup_mma(p, vt, acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=(at,))
     values.release(count - 1)
@@ -141,15 +134,16 @@ def store_present(o_rows, ot, first, row):
 
 @gluon.jit
 def attend_tiles(
-    outputs, lse, queries, keys, values, buffer, work, end, q_count, kv_count, scale, heads,
+    outputs, lse, channels, buffer, work, end, q_count, kv_count, scale, heads,
     INDEX: gl.constexpr, D: gl.constexpr, CONFIG: gl.constexpr,
     CAUSAL: gl.constexpr, TAIL: gl.constexpr, DIAGONALS: gl.constexpr, SHORT: gl.constexpr, ROWLESS: gl.constexpr,
     FREEZE: gl.constexpr,
 ):  # fmt: skip
-    """The tiles work.begin … end - 1. q_count, kv_count: as for producer.load_tiles.
+    """The tiles work.begin … end - 1. channels, q_count, kv_count: as for producer.load_tiles.
 
     Returns kv_count as it is then, and with FREEZE whether a row outgrew its reference.
     """
+    queries, keys, values = channels[0], channels[1], channels[2]
     BLOCK_M: gl.constexpr = CONFIG.block_m
     BLOCK_N: gl.constexpr = CONFIG.block_n
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], instr_shape=[16, BLOCK_N, 16])
@@ -158,43 +152,77 @@ def attend_tiles(
     ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     FIRST: gl.constexpr = INDEX * CONFIG.q_stages
     zero = gl.zeros([64, BLOCK_N], gl.float32, layout=S_LAYOUT)
+    # Block 0 as a few keys beside the first block visited, or as a block of its own of which a part is hidden.
+    FEW: gl.constexpr = SHORT if SHORT < BLOCK_N else 0
+    BEFORE: gl.constexpr = SHORT == BLOCK_N
+    if FEW:
+        few_keys, few_values = channels[3], channels[4]
+        FEW_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], instr_shape=[16, FEW, 16])
     row_pad, key_pad = work.pads(BLOCK_M, BLOCK_N, CAUSAL, SHORT)
     outgrown = 0
     count = kv_count
     for t in range(work.begin, end):
         row, batch, head, _ = work.tile(t, BLOCK_M)
         row = row - row_pad
-        n = work.key_blocks(row + key_pad, BLOCK_M, BLOCK_N, CAUSAL)
+        n, last = work.blocks_to_visit(row + key_pad, BLOCK_M, BLOCK_N, CAUSAL, FEW)
         diagonal = row + key_pad + INDEX * 64 + work.Lk - work.Lq
         tile_count = q_count + t - work.begin
         acc = gl.zeros([64, D], gl.float32, layout=O_LAYOUT)
-        # The last block of keys: there is no product yet to overlap with.
+        # The last block of keys, and the few of block 0: there is no product yet to overlap with.
         q = queries.take(tile_count, FIRST)
         kt = keys.take(count)
         st = warpgroup_mma(q, kt.permute((1, 0)), zero, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(0, deps=(st,))
+        if FEW:
+            few_kt = few_keys.take(tile_count, HERE=True)
+            few_zero = gl.zeros([64, FEW], gl.float32, layout=FEW_LAYOUT)
+            few_st = warpgroup_mma(q, few_kt.permute((1, 0)), few_zero, use_acc=False, is_async=True)
+            s, few_s = warpgroup_mma_wait(0, deps=(st, few_st))
+            few_keys.release(tile_count)
+        else:
+            s = warpgroup_mma_wait(0, deps=(st,))
         keys.release(count)
+        if CONFIG.o_in_q and CONFIG.q_stages > 1:  # noqa: SIM102  (constexpr)
+            # Now that there is something to compute, O of the tile before has left Q's buffer.
+            if t > work.begin:
+                tma.store_wait(0)
+                queries.release(tile_count - 1, FIRST)
         if CAUSAL:
             # What is beyond the last key is beyond the diagonal of every row that counts, too.
-            s = hide_after(s, diagonal - (n - 1) * BLOCK_N, True)
+            s = hide_after(s, diagonal - last * BLOCK_N, True)
         elif TAIL:
-            s = hide_after(s, work.Lk - (n - 1) * BLOCK_N - 1, False)
-        if SHORT:  # noqa: SIM102  (constexpr)
+            s = hide_after(s, work.Lk - last * BLOCK_N - 1, False)
+        if BEFORE:  # noqa: SIM102  (constexpr)
             if n == 1:
                 s = hide_before(s, key_pad)
         m = gl.max(s, 1)
+        if FEW:
+            few_s = hide_before(few_s, key_pad - (BLOCK_N - FEW))
+            if CAUSAL:
+                few_s = hide_after(few_s, diagonal - (BLOCK_N - FEW), True)
+            m = gl.maximum(m, gl.convert_layout(gl.max(few_s, 1), ROWS))
+            few_pf = probabilities(few_s, m, scale, CAUSAL)
+            few_p = gl.convert_layout(rounded_pairs(few_pf, q.dtype), P_LAYOUT)
+            few_vt = few_values.take(tile_count, HERE=True)
+            acc = warpgroup_mma(few_p, few_vt, acc, use_acc=False, is_async=True)
         pf = probabilities(s, m, scale, CAUSAL)
         l = partial_sums(pf)
         p = gl.convert_layout(rounded_pairs(pf, q.dtype), P_LAYOUT)
+        if FEW:
+            l = l + gl.convert_layout(partial_sums(few_pf), l.type.layout, assert_trivial=True)
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            few_values.release(tile_count)
         count += 1
         done = 1
         if DIAGONALS:
             # The mask touches more blocks. A frozen reference is found here, so these need a running maximum as well.
-            done = gl.maximum(n - work.full_blocks(row + key_pad, BLOCK_N), 1)
+            crossed = n - work.full_blocks(row + key_pad, BLOCK_N)
+            if FEW:
+                crossed = gl.minimum(crossed + 1, n)  # block 0 is not among the n
+            done = gl.maximum(crossed, 1)
             for j in range(1, done):
                 p, m, l, acc = step(
-                    q, p, m, l, acc, zero, keys, values, count, key_pad, diagonal, (n - 1 - j) * BLOCK_N, scale,
-                    INDEX, SHORT > 0, True, True, P_LAYOUT, CONFIG,
+                    q, p, m, l, acc, zero, keys, values, count, diagonal - (last - j) * BLOCK_N, scale,
+                    INDEX, False, True, True, P_LAYOUT, CONFIG,
                 )  # fmt: skip
                 count += 1
         if ROWLESS and INDEX > 0:
@@ -205,25 +233,24 @@ def attend_tiles(
                 count += 1
             done = idle
         whole = n
-        if SHORT:
+        if BEFORE:
             whole = n - 1
         for _ in range(done, whole):
             p, m, l, acc = step(
-                q, p, m, l, acc, zero, keys, values, count, 0, 0, 0, scale,
+                q, p, m, l, acc, zero, keys, values, count, 0, scale,
                 INDEX, False, False, not FREEZE, P_LAYOUT, CONFIG,
             )  # fmt: skip
             count += 1
-        if SHORT:
+        if BEFORE:
+            # The last product in both branches: p and acc of two ways that meet before it would spill.
             if done < n:
                 # Every row sees all keys of block 0.
-                SHORT_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], instr_shape=[16, SHORT, 16])
-                few = gl.zeros([64, SHORT], gl.float32, layout=SHORT_LAYOUT)
-                short_p, m, l, acc = step(
-                    q, p, m, l, acc, few, keys, values, count, key_pad, 0, BLOCK_N - SHORT, scale,
+                p, m, l, acc = step(
+                    q, p, m, l, acc, zero, keys, values, count, key_pad, scale,
                     INDEX, True, False, not FREEZE, P_LAYOUT, CONFIG,
                 )  # fmt: skip
                 count += 1
-                acc = last_product(short_p, acc, queries, tile_count, values, count, FIRST, CONFIG)
+                acc = last_product(p, acc, queries, tile_count, values, count, FIRST, CONFIG)
             else:
                 acc = last_product(p, acc, queries, tile_count, values, count, FIRST, CONFIG)
         else:
@@ -262,15 +289,19 @@ def attend_tiles(
                 there = rows >= 0
             # The exponents had m scale rounded, once a row: the same here, and its error is none.
             gl.store(lse_rows, (product(m, scale) + gl.log2(l)) * LN2, mask=there)
-        if CONFIG.o_in_q:
+        if CONFIG.o_in_q and CONFIG.q_stages == 1:
             tma.store_wait(0)
             queries.release(tile_count, FIRST)
+    if CONFIG.o_in_q and CONFIG.q_stages > 1:  # noqa: SIM102  (constexpr)
+        if end > work.begin:
+            tma.store_wait(0)
+            queries.release(q_count + end - work.begin - 1, FIRST)
     return count, outgrown
 
 
 @gluon.jit
 def consumer(
-    outputs, lse, outgrown, decided, queries, keys, values, buffer, work, scale, heads,
+    outputs, lse, outgrown, decided, channels, buffer, work, scale, heads,
     INDEX: gl.constexpr, D: gl.constexpr, CONFIG: gl.constexpr,
     CAUSAL: gl.constexpr, TAIL: gl.constexpr, DIAGONALS: gl.constexpr, SHORT: gl.constexpr, ROWLESS: gl.constexpr,
     FREEZE: gl.constexpr,
@@ -279,7 +310,7 @@ def consumer(
     if CONFIG.ping_pong and CONFIG.consumers - 1 == INDEX:
         named_barrier("arrive", 8, work.begin)  # the first turn is consumer 0's
     count, mine = attend_tiles(
-        outputs, lse, queries, keys, values, buffer, work, work.end, 0, 0, scale, heads,
+        outputs, lse, channels, buffer, work, work.end, 0, 0, scale, heads,
         INDEX, D, CONFIG, CAUSAL, TAIL, DIAGONALS, SHORT, ROWLESS, FREEZE,
     )  # fmt: skip
     if FREEZE:
@@ -288,7 +319,7 @@ def consumer(
         end = end_of_repeat(outgrown, decided, work, CONFIG)
         finish_stores(end)  # the second walk writes the same rows
         attend_tiles(
-            outputs, lse, queries, keys, values, buffer, work, end, work.end - work.begin, count, scale, heads,
+            outputs, lse, channels, buffer, work, end, work.end - work.begin, count, scale, heads,
             INDEX, D, CONFIG, CAUSAL, TAIL, DIAGONALS, SHORT, ROWLESS, False,
         )  # fmt: skip
     tma.store_wait(0)

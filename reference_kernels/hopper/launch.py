@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -12,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..launch import tma_refusal, tma_strides
-from .configs import TABLE, Config, lookup
+from .configs import MOST_SHARED, TABLE, Config, lookup
 from .kernel import forward_kernel
 from .schedule import MOST_BATCHES, MOST_BLOCKS, MOST_HEADS, Problem, is_kept, schedule
 
@@ -112,18 +113,21 @@ def forward(
     tiles, starts = schedule(*_work(q, k, causal, config))
     grid = len(starts) - 1
     outgrown = torch.empty(grid * config.consumers, dtype=torch.int32, device=q.device)
+    code = constants(d, config, causal=causal, freeze=freeze, lq=lq, lk=lk)
+    width = code["SHORT"] % config.block_n
+    few = [descriptor(x, width) if width else None for x in (k, v)]
     with torch.cuda.device(q.device):
         forward_kernel[(grid,)](
-            descriptor(q, 64), descriptor(k, config.block_n), descriptor(v, config.block_n), descriptor(o, 64),
+            descriptor(q, 64), descriptor(k, config.block_n), descriptor(v, config.block_n), *few, descriptor(o, 64),
             lse, outgrown, tiles, starts, (d**-0.5 if scale is None else scale) * LOG2E,
             heads, lq, lk, o,
-            num_warps=4, enable_fp_fusion=True, **constants(d, config, causal=causal, freeze=freeze, lq=lq, lk=lk),
+            num_warps=4, enable_fp_fusion=True, **code,
         )  # fmt: skip
     return o, lse
 
 
 def short_block(config: Config, *, causal: bool, lq: int, lk: int) -> int:
-    """The kernel's SHORT: a quarter of a block where the keys that are left over are no more.
+    """The kernel's SHORT: 16, or a quarter of a block, where no more keys are left over beside whole blocks.
 
     More of them are not worth it: then all blocks begin with key 0, and the last one has a tail that is masked, by the
     diagonal if causal. But with a square tile whose rows and keys are not ragged alike, the diagonal would cross a
@@ -131,9 +135,10 @@ def short_block(config: Config, *, causal: bool, lq: int, lk: int) -> int:
     """
     if causal and config.block_m % config.block_n:
         return 0
-    keys = lk % config.block_n
-    if 0 < keys <= config.block_n // 4:
-        return config.block_n // 4
+    if lk > config.block_n:
+        for width in (16, config.block_n // 4):
+            if 0 < lk % config.block_n <= width:
+                return width
     apart = causal and config.block_m == config.block_n and (lk - lq) % config.block_n
     return config.block_n if apart else 0
 
@@ -141,6 +146,8 @@ def short_block(config: Config, *, causal: bool, lq: int, lk: int) -> int:
 def constants(d: int, config: Config, *, causal: bool, freeze: bool, lq: int, lk: int) -> dict[str, Any]:
     """The kernel's constants. What ragged lengths need, and more than one diagonal block a tile, is code of its own."""
     short = short_block(config, causal=causal, lq=lq, lk=lk)
+    if config.shared_bytes(d, short % config.block_n) > MOST_SHARED:
+        config = replace(config, o_in_q=True)
     return {
         "D": d,
         "CONFIG": config,

@@ -4,8 +4,8 @@ A persistent kernel has one CTA per SM that walks over a list. Since the list is
 nothing, needs no atomic counter, and is the same in every run:
 
 - the longest tiles first, each to the CTA that will be free first: what is left for the end is short (causal);
-- of the last heads, as many as CTAs, the tiles that have rows for some of the consumers only at the end (not causal):
-  they fill the CTAs evenly. Of more heads they would find keys that have left the L2 cache;
+- the tiles that have rows for some of the consumers only are given out last, and fill the CTAs evenly; each CTA walks
+  over its own head by head, so that these, too, find their keys in the L2 cache (not causal);
 - heads in groups whose keys and values fit into the L2 cache together, one group after the other (causal). All groups
   have the same size, give or take one head: the long tiles of a small one at the end would keep a few SMs busy alone.
 
@@ -67,10 +67,10 @@ def consumers_with_rows(p: Problem, block: int) -> int:
 def cost(p: Problem, block: int, n: int) -> int:
     """How long a tile of n key blocks keeps a CTA busy, as a number to compare; what is short is estimated.
 
-    The ends of a tile count as a block of keys, a block of few columns as 0.4, and one consumer by itself as 0.6 of
+    The ends of a tile count as a block of keys, a block of few columns as 0.3, and one consumer by itself as 0.6 of
     two: it has the tensor cores to itself, but no other's products to hide its softmax behind.
     """
-    tenths = 10 * (n + 1) - (6 if n > 1 and 0 < p.short < p.block_n else 0)
+    tenths = 10 * (n + 1) - (7 if n > 1 and 0 < p.short < p.block_n else 0)
     return tenths * (2 * consumers_with_rows(p, block) + 1)
 
 
@@ -80,16 +80,15 @@ def encode(p: Problem, head: int, block: int) -> int:
     return batch << 44 | q_head << 32 | q_head // p.group << 20 | block
 
 
-def tiles_in_order(p: Problem, workers: int) -> Iterator[tuple[int, int, int]]:
+def tiles_in_order(p: Problem) -> Iterator[tuple[int, int, int]]:
     """(head through the batches, row block, key blocks) of every tile that has any, in the order of assignment."""
     blocks = [(i, key_blocks(p, i)) for i in range(-(-p.lq // p.block_m))]
     blocks = [(i, n) for i, n in reversed(blocks) if n]
     total = p.batch * p.heads
     if not p.causal:
-        light = [(i, n) for i, n in blocks if consumers_with_rows(p, i) * 64 < p.block_m]
-        late = range(max(0, total - workers), total)
-        yield from ((head, *tile) for head in range(total) for tile in blocks if head not in late or tile not in light)
-        yield from ((head, *tile) for head in reversed(late) for tile in light)
+        lacking = {i for i, _ in blocks if consumers_with_rows(p, i) * 64 < p.block_m}
+        yield from ((head, i, n) for head in range(total) for i, n in blocks if i not in lacking)
+        yield from ((head, i, n) for head in range(total) for i, n in blocks if i in lacking)
         return
     kv_heads = total // p.group
     groups = -(-kv_heads // max(1, L2_BYTES // (p.lk * p.d * 4)))
@@ -102,10 +101,13 @@ def assign(p: Problem, workers: int) -> list[list[int]]:
     """For each worker its tiles, encoded. At most `workers` lists, none of them empty."""
     lists: list[list[int]] = [[] for _ in range(workers)]
     free = [(0, worker) for worker in range(workers)]  # (time at which it is free, worker), a heap
-    for head, block, n in tiles_in_order(p, workers):
+    for head, block, n in tiles_in_order(p):
         busy, worker = free[0]
         lists[worker].append(encode(p, head, block))
         heapq.heapreplace(free, (busy + cost(p, block, n), worker))
+    if not p.causal:
+        for tiles in lists:
+            tiles.sort(key=lambda code: code >> 32)  # by batch and head; within one as it is
     return [tiles for tiles in lists if tiles]
 
 

@@ -6,7 +6,7 @@ The list of tiles is data, made by schedule.py. A tile is BLOCK_M query rows of 
     bits 32 … 43   query head                       44 … 63    batch
 
 Where lengths are no multiples of the blocks, something must be short: the last block and the last tile or, with the
-kernel's SHORT (launch.short_block), the first ones. Then block 0, which is visited last, has fewer keys: block j begins
+kernel's SHORT (launch.short_block), the first ones. Then block 0 has fewer keys, at most SHORT: block j begins
 `key_pad` keys before key j BLOCK_N, and the last block ends with the last key. With a causal mask row tiles end with
 the last row likewise, `row_pad` rows earlier: so the diagonal meets the blocks of keys as it does at even lengths, and
 the tile that is short sees the fewest keys. What is before the first row or key is not there: the TMA loads zeros.
@@ -66,6 +66,21 @@ class Work:
         if CAUSAL:
             n = gl.minimum(n, gl.cdiv(row + BLOCK_M + self.Lk - self.Lq, BLOCK_N))
         return n
+
+    @gluon.jit
+    def blocks_to_visit(
+        self, row, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, FEW: gl.constexpr
+    ):
+        """How many blocks of keys the rows row … row + BLOCK_M - 1 visit, and which is the last of these, visited
+        first. With FEW block 0 is not among them.
+        """
+        n = self.key_blocks(row, BLOCK_M, BLOCK_N, CAUSAL)
+        last = n - 1
+        if FEW:
+            # For rows that see no other than block 0, one beyond all keys stands in: zeros, beyond the diagonal.
+            last = gl.where(n > 1, last, gl.cdiv(self.Lk, BLOCK_N))
+            n = gl.maximum(n - 1, 1)
+        return n, last
 
     @gluon.jit
     def full_blocks(self, row, BLOCK_N: gl.constexpr):

@@ -16,7 +16,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from gluon_on_torch import Language, Pointer, on_torch, pointer, quad_exchange
-from hopper_machine import Channel, TensorCores, reader, work
+from hopper_machine import Channel, UnderWay, reader, work
 
 import oracles
 from oracles.quantise import Quantised, dequantise, quantise
@@ -47,7 +47,7 @@ PERS = (
 """What shares a descale, of q, k and v."""
 
 
-CORES = TensorCores()
+UNDER_WAY = UnderWay()
 
 
 def _hide_after(s: Tensor, last: int, diagonal: bool) -> Tensor:
@@ -63,8 +63,8 @@ def stored_order(n: int) -> list[int]:
 BARRIERS: list[tuple[str, int]] = []
 
 REPLACED: dict[str, Any] = {
-    "warpgroup_mma": CORES.multiply,
-    "warpgroup_mma_wait": CORES.wait,
+    "warpgroup_mma": UNDER_WAY.multiply,
+    "warpgroup_mma_wait": UNDER_WAY.wait,
     "named_barrier": lambda op, ident, x: BARRIERS.append((op, ident)),
     "before_next_wait": lambda x: x,
     "scale_rows": lambda acc, factor: acc * factor,
@@ -77,7 +77,7 @@ REPLACED: dict[str, Any] = {
     "unpacked": lambda p, layout: p,
     "reciprocal": lambda x: 1 / x,
     "fence_async_shared": lambda: None,
-    "tma": types.SimpleNamespace(store_wait=lambda outstanding: None),
+    "tma": types.SimpleNamespace(store_wait=UNDER_WAY.wait_stores),
 }
 # Each after those that it calls.
 for _function in (
@@ -117,23 +117,22 @@ def _attend(
     descriptors = (reader(q.values, 64), reader(k.values, config.block_n), reader(stored, config.block_n))
     for tiles in assign(problem, 3):
         its = work(tiles, lq, lk)
-        queries, keys, values = Channel(CORES), Channel(CORES), Channel(CORES)
+        queries, keys, values = Channel(UNDER_WAY), Channel(UNDER_WAY), Channel(UNDER_WAY)
         turns = set()
-        on_torch(producer.load_tiles)(*descriptors, queries, keys, values, its, its.end, 0, 0, config, causal)
+        on_torch(producer.load_tiles)(descriptors, (queries, keys, values), its, its.end, 0, 0, config, causal)
         for index in range(config.consumers):
             BARRIERS.clear()
-            held: list[Tensor] = []
-            buffer = types.SimpleNamespace(store=held.append)
 
-            def store(out: Any, at: list[int], buffer: Any, held: list[Tensor] = held) -> None:
+            def store(out: Any, at: list[int], buffer: Any) -> None:
                 b, h, row, _ = at
-                o[b, h, row : row + 64] = held[-1][: lq - row]
+                o[b, h, row : row + 64] = UNDER_WAY.leave(buffer)[: lq - row]
 
             run = on_torch(consumer.consumer, **REPLACED, tma_store=store)
             run(
-                types.SimpleNamespace(dtype=torch.bfloat16), Pointer(lse.view(-1)), queries, keys, values, buffer, its,
-                _scales(q, k, v, scale), heads, index, d, config, code["SCALE_BLOCK"], code["CAUSAL"], code["TAIL"],
-                code["DIAGONALS"], code["V_BLOCKS"], code["INTERLEAVED"],
+                types.SimpleNamespace(dtype=torch.bfloat16), Pointer(lse.view(-1)), queries, keys, values,
+                UNDER_WAY.buffer(torch.empty(64, d)), its, _scales(q, k, v, scale), heads, index, d, config,
+                code["SCALE_BLOCK"], code["CAUSAL"], code["TAIL"], code["DIAGONALS"], code["V_BLOCKS"],
+                code["INTERLEAVED"],
             )  # fmt: skip
             last = index == config.consumers - 1
             first = [("arrive", 8)] * (config.ping_pong and last)

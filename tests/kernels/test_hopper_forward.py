@@ -1,6 +1,7 @@
 """The Hopper forward as far as no GPU is needed: its lists of tiles, what it refuses, and one compile."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ pytest.importorskip("triton")
 
 from reference_kernels import compiling
 from reference_kernels.hopper import cases, supports
-from reference_kernels.hopper.configs import TABLE, Config, lookup
+from reference_kernels.hopper.configs import MOST_SHARED, TABLE, Config, lookup
 from reference_kernels.hopper.launch import constants
 from reference_kernels.hopper.schedule import Problem, assign, consumers_with_rows, cost, key_blocks
 
@@ -107,16 +108,16 @@ def test_a_row_and_a_key_more_keep_the_gpu_busy_little_longer(d, causal):
         assert more <= most * even
 
 
-def test_tiles_whose_consumers_lack_rows_come_last():
+def test_tiles_whose_consumers_lack_rows_fill_up_and_are_visited_with_their_heads():
     p = _of_tokens(128, 2049, causal=False)
     assert [consumers_with_rows(p, block) for block in (0, 15, 16)] == [2, 2, 1]
-    for workers, rest in ((132, 0), (100, 28)):
-        assert p.batch * p.heads == 128
-        early = 0
-        for tiles in assign(p, workers):
-            lacking = [code & 0xFFFFF == 16 for code in tiles]
-            early += sum(lacking[: -1 - lacking[::-1].index(False)])
-        assert early == rest, "all but those of the last heads"
+    lists = [[_decoded(code) for code in tiles] for tiles in assign(p, 132)]
+    # 2048 tiles and 128 that take 0.6 of the time each: no CTA has 16 and one of these, or 15 and three.
+    lacking = [sum(block == 16 for *_, block in tiles) for tiles in lists]
+    assert {(len(tiles) - few, few) for tiles, few in zip(lists, lacking, strict=True)} == {(16, 0), (15, 2)}
+    for tiles in lists:
+        heads = [(batch, head) for batch, head, *_ in tiles]
+        assert heads == sorted(heads)
     for lq, consumers in ((2048, 2), (2047, 2), (1985, 2), (1984, 1), (1921, 1)):
         assert consumers_with_rows(p._replace(lq=lq), 15) == consumers
 
@@ -131,8 +132,8 @@ def test_what_is_ragged_decides_the_code():
     low = lookup(256, causal=True, lq=1024, lk=1024)
     # Rows end with the last row where that spares the diagonal a second block, or where few keys are left over.
     for lengths, short in (
-        ((1024, 1024), 0), ((1000, 1000), 0), ((1000, 1024), 128), ((1000, 1056), 32), ((1000, 1057), 128),
-        ((1057, 1057), 0), ((1025, 1025), 32),
+        ((1024, 1024), 0), ((1000, 1000), 0), ((1000, 1024), 128), ((1000, 1056), 32), ((1000, 1040), 16),
+        ((1000, 1057), 128), ((1057, 1057), 0), ((1025, 1025), 16), ((100, 28), 128), ((28, 28), 0),
     ):  # fmt: skip
         assert _code(square, *lengths, causal=True) == (False, short, False, False)
     assert _code(wide, 8192, 8192, causal=True) == (True, 0, False, False)
@@ -142,10 +143,24 @@ def test_what_is_ragged_decides_the_code():
     assert _code(square, 1024, 1024, causal=False) == (False, 0, False, False)
     assert _code(square, 1025, 1024, causal=False) == (False, 0, True, False)
     assert _code(square, 1000, 1024, causal=False) == (False, 0, False, False)
-    assert _code(square, 1024, 1025, causal=False) == (False, 32, True, False)
+    assert _code(square, 1024, 1025, causal=False) == (False, 16, True, False)
+    assert _code(square, 1024, 1041, causal=False) == (False, 32, True, False)
+    assert _code(square, 1024, 1, causal=False) == (False, 0, False, True), "no block beside them"
     assert _code(square, 1024, 1057, causal=False) == (False, 0, False, True)
     assert _code(square, 1025, 1057, causal=False) == (False, 0, True, True)
     assert _code(wide, 2048, 2048, causal=False) == (False, 0, False, False)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_tiles_fit_into_shared_memory(d: int, causal: bool) -> None:
+    """At D 128 a few keys beside whole blocks take the place of O's buffers."""
+    for n in (1024, 1025, 1041, 2049, 8193):
+        config = lookup(d, causal=causal, lq=n, lk=n)
+        code = constants(d, config, causal=causal, freeze=True, lq=n, lk=n)
+        few = code["SHORT"] % config.block_n
+        assert code["CONFIG"].shared_bytes(d, few) <= MOST_SHARED
+        assert code["CONFIG"] == (replace(config, o_in_q=True) if d == 128 and few else config)
 
 
 def _tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

@@ -14,7 +14,7 @@ from .scales import Columns, Scales
 @gluon.jit
 def producer(q, k, v, queries, keys, values, work, CONFIG: gl.constexpr, CAUSAL: gl.constexpr):
     """Load everything: K by rows, V by columns."""
-    load_tiles(q, k, v, queries, keys, values, work, work.end, 0, 0, CONFIG, CAUSAL)
+    load_tiles((q, k, v), (queries, keys, values), work, work.end, 0, 0, CONFIG, CAUSAL)
 
 
 # A launch makes a constant of an integer argument that is 1, as strides of descales often are; an aggregate's field, a
