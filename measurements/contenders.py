@@ -1,4 +1,5 @@
-"""The kernels that are measured beside one another, by name; a name may carry a tile: "v1@64,32,8,2".
+"""The kernels that are measured beside one another, by name; a name may carry a tile: "v1@64,32,8,2". "online@o_in_q"
+is the full Hopper kernel whose output leaves through Q's buffer, as at D = 128 with a few keys beside whole blocks.
 
 forward    online, freeze (the full Hopper kernel), stage1, stage2, stage3, specialised, plain, v1
 backward   onepass, twopass (Hopper), plain_backward, atomic
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -37,11 +39,12 @@ def tiled(name: str) -> list[str]:
 
 def forward_named(name: str) -> Kernel:
     """(q, k, v, causal=, scale=) -> o, lse."""
-    name, config = _split(name)
-    if name in FORMS:
+    if name.partition("@")[0] in FORMS:
         from reference_kernels.hopper import forward
 
-        return partial(forward, form=name)  # type: ignore[arg-type]
+        form, _, through_q = name.partition("@")
+        return partial(_through_q if through_q else forward, form=form)  # type: ignore[arg-type]
+    name, config = _split(name)
     if name in STAGES:
         from reference_kernels.hopper import stages
 
@@ -78,6 +81,14 @@ def _split(name: str) -> tuple[str, Any]:
 
     name, _, tile = name.partition("@")
     return name, Config(*map(int, tile.split(","))) if tile else None
+
+
+def _through_q(q: Any, k: Any, v: Any, *, causal: bool, **options: Any) -> tuple[Any, ...]:
+    from reference_kernels.hopper import forward
+    from reference_kernels.hopper.configs import lookup
+
+    config = lookup(q.shape[3], causal=causal, lq=q.shape[2], lk=k.shape[2])
+    return forward(q, k, v, causal=causal, config=replace(config, o_in_q=True), **options)
 
 
 def _scale(q: Any, scale: float | None) -> float:

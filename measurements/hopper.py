@@ -38,6 +38,7 @@ SHAPES = {
     "ragged+1": "b1-h3-q513-k513",
     "wide": "b1-h2-q2048-k2048",
     "wide-ragged": "b1-h2-q2049-k2113",
+    "wide+1": "b1-h2-q2049-k2049",
     "one": "b2-h2-q1-k1",
     "q1": "b2-h2-q1-k300",
     "k1": "b2-h2-q300-k1",

@@ -35,8 +35,8 @@ from cells import Answer, Script, counted, main
 from contenders import FORMS, STAGES, backward_named, forward_named, is_backward, tiled
 
 REPEATS = 1000
-LIMIT = 220.0
-"""Seconds for one cell: a part of them should end within four minutes."""
+LIMIT = 290.0
+"""Seconds for one cell: a part of them should end within five minutes."""
 
 MASKS = ("", "-causal")
 REPEATED = "bf16-b4-h8-kv4-q1000-k1000"
@@ -73,10 +73,11 @@ TOUCHED: dict[str, tuple[str, ...]] = {
 
 # One problem each for consan, D = 64 for the sake of ptxas, with more tiles than SMs and more blocks than slots.
 # Triton's own specialisation is not here: 3.6 cannot compile it with the checks.
-# D = 256 once, whose dK and dV have a kernel of their own. A name may end in "@" and what tells it from another: k400
-# ends in a narrow block of keys, and q190 without a mask leaves a consumer without rows.
+# D = 256 once, whose dK and dV have a kernel of their own. A name may end in "@" and what tells it from another: k460
+# and q200 make block 0 short, k400 leaves a few keys beside whole blocks, q190 without a mask a consumer without rows.
 INSTRUMENTED = {
     "online": "bf16-b1-h70-kv35-q200-k460-d64-causal",
+    "online@o_in_q": "bf16-b1-h70-kv35-q200-k400-d64-causal",
     "freeze": "bf16-b1-h70-kv35-q200-k400-d64-causal",
     "freeze@rowless": "bf16-b1-h70-kv35-q190-k400-d64",
     "stage3": "bf16-b1-h2-kv1-q256-k512-d64",
@@ -235,7 +236,8 @@ def fault(name: str) -> Answer:
 def sanitized(tool: str, name: str) -> Answer:
     """The small problems of a kernel in one process under a tool; one for consan, which takes long to compile."""
     cases = [INSTRUMENTED[name]] if tool == "consan" else TOUCHED[name]
-    return _under(tool, [f"touch {name.partition('@')[0]} {case}" for case in cases])
+    kernel = name.removesuffix("@rowless").removesuffix("@wide")
+    return _under(tool, [f"touch {kernel} {case}" for case in cases])
 
 
 def control(tool: str, name: str) -> Answer:

@@ -169,13 +169,12 @@ def tile_area(n: int, d: int, causal: bool) -> int:
         16384 // (n - n % 2), 2048 // d, 1, n, n, d, config.block_m, config.block_n, causal,
         code["SHORT"], code["ROWLESS"],
     )  # fmt: skip
-    crossed = config.block_m // config.block_n if causal else 0
     area = 0
     for tile in (code & 0xFFFFF for tiles in schedule.assign(problem, 132) for code in tiles):
         blocks = schedule.key_blocks(problem, tile)
         columns = blocks * config.block_n
-        if problem.short and blocks > max(1, crossed):
-            columns -= config.block_n - problem.short
+        if problem.short % config.block_n:
+            columns = max(blocks - 1, 1) * config.block_n + problem.short
         area += 64 * schedule.consumers_with_rows(problem, tile) * columns
     return area
 
