@@ -42,8 +42,9 @@ def forward_named(name: str) -> Kernel:
     if name.partition("@")[0] in FORMS:
         from reference_kernels.hopper import forward
 
-        form, _, through_q = name.partition("@")
-        return partial(_through_q if through_q else forward, form=form)  # type: ignore[arg-type]
+        form, _, variant = name.partition("@")
+        variants: dict[str, Kernel] = {"": forward, "o_in_q": _through_q}
+        return partial(variants[variant], form=form)
     name, config = _split(name)
     if name in STAGES:
         from reference_kernels.hopper import stages
