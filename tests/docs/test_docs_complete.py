@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from dataclasses import fields
@@ -101,3 +102,14 @@ def test_sample_of_the_readme_has_as_many_cases_as_the_matrix() -> None:
 
 def test_readme_is_short() -> None:
     assert len(read("README.md").splitlines()) <= 160
+
+
+def test_the_gpu_lane_had_the_results_that_the_page_says() -> None:
+    outcomes = json.loads((ROOT / "measurements/h200/gpu-lane.json").read_text())["tests"]
+    kinds = Counter(name.partition("[")[0] for name, test in outcomes.items() if test["outcome"] == "passed")
+    assert sum(kinds.values()) == len(outcomes)
+    assert set(kinds) == {"test_suite_fails_real_fault", "test_right_kernel_passes"}
+    assert f"fails all {kinds['test_suite_fails_real_fault']}, and passes the right" in " ".join(
+        read("docs/power.md").split()
+    )
+    assert kinds["test_right_kernel_passes"] == kinds["test_suite_fails_real_fault"]
