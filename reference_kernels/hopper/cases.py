@@ -13,6 +13,7 @@ from .configs import TABLE, Config
 from .kernel import forward_kernel
 from .launch import constants
 from .stages import Stage
+from .work import few_columns
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def forward_case(
     """The kernel for one dtype ("bf16"), head dimension and tile. lq, lk: what is ragged in them decides the code."""
     fixed = constants(d, config, causal=causal, freeze=freeze, lq=lq, lk=lk)
     short = fixed["SHORT"]
-    few = short % config.block_n
+    few = few_columns(short, config.block_n)
     signature = dict.fromkeys("qo", descriptor_type(dtype, 64, d))
     signature |= dict.fromkeys("kv", descriptor_type(dtype, config.block_n, d))
     signature |= dict.fromkeys(("k_few", "v_few"), descriptor_type(dtype, few, d) if few else "constexpr")

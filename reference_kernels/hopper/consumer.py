@@ -34,6 +34,7 @@ from .gluon_compat import tma_store
 from .producer import end_of_repeat
 from .ptx import before_next_wait, finish_stores, named_barrier, product, rounded_pairs, scale_rows
 from .softmax import hide_after, hide_before, partial_sums, probabilities, raised_maximum, rows_like
+from .work import few_columns
 
 LN2 = gl.constexpr(0.6931471805599453)
 LIMIT = gl.constexpr(7.9e28)
@@ -153,7 +154,7 @@ def attend_tiles(
     FIRST: gl.constexpr = INDEX * CONFIG.q_stages
     zero = gl.zeros([64, BLOCK_N], gl.float32, layout=S_LAYOUT)
     # Block 0 as a few keys beside the first block visited, or as a block of its own of which a part is hidden.
-    FEW: gl.constexpr = SHORT if SHORT < BLOCK_N else 0
+    FEW: gl.constexpr = few_columns(SHORT, BLOCK_N)
     BEFORE: gl.constexpr = SHORT == BLOCK_N
     if FEW:
         few_keys, few_values = channels[3], channels[4]

@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from .channel import open_channel
 from .consumer import consumer
 from .producer import producer
-from .work import Work
+from .work import Work, few_columns
 
 
 @gluon.jit(do_not_specialize=["heads", "Lq", "Lk"])
@@ -41,7 +41,7 @@ def forward_kernel(
     queries = open_channel(q.dtype, NC, CONFIG.q_stages, 64, D, 1)
     keys = open_channel(q.dtype, 1, KV_STAGES, CONFIG.block_n, D, NC)
     values = open_channel(q.dtype, 1, KV_STAGES, CONFIG.block_n, D, NC)
-    FEW: gl.constexpr = SHORT if CONFIG.block_n > SHORT else 0
+    FEW: gl.constexpr = few_columns(SHORT, CONFIG.block_n)
     rows = (q, k, v, k_few, v_few) if FEW else (q, k, v)
     channels = (
         (queries, keys, values, open_channel(q.dtype, 1, 1, FEW, D, NC), open_channel(q.dtype, 1, 1, FEW, D, NC))

@@ -16,6 +16,7 @@ from ..launch import tma_refusal, tma_strides
 from .configs import MOST_SHARED, TABLE, Config, lookup
 from .kernel import forward_kernel
 from .schedule import MOST_BATCHES, MOST_BLOCKS, MOST_HEADS, Problem, is_kept, schedule
+from .work import few_columns
 
 Form = Literal["auto", "online", "freeze"]
 LOG2E = 1.4426950408889634
@@ -56,12 +57,18 @@ def _work(q: Tensor, k: Tensor, causal: bool, config: Config | None) -> tuple[Pr
     (batch, heads, lq, d), (kv_heads, lk) = q.shape, k.shape[1:3]
     causal = causal and lq > 1  # one row at the end sees every key
     config = config or lookup(d, causal=causal, lq=lq, lk=lk)
+    return problem_of(batch, heads, kv_heads, lq, lk, d, config, causal=causal), _sms(q.device), q.device
+
+
+def problem_of(
+    batch: int, heads: int, kv_heads: int, lq: int, lk: int, d: int, config: Config, *, causal: bool
+) -> Problem:
+    """What the schedule depends on, for a launch with `config`."""
     code = constants(d, config, causal=causal, freeze=False, lq=lq, lk=lk)
-    problem = Problem(
+    return Problem(
         batch, heads, heads // kv_heads, lq, lk, d, config.block_m, config.block_n, causal,
         code["SHORT"], code["ROWLESS"],
     )  # fmt: skip
-    return problem, _sms(q.device), q.device
 
 
 @functools.cache
@@ -114,8 +121,8 @@ def forward(
     grid = len(starts) - 1
     outgrown = torch.empty(grid * config.consumers, dtype=torch.int32, device=q.device)
     code = constants(d, config, causal=causal, freeze=freeze, lq=lq, lk=lk)
-    width = code["SHORT"] % config.block_n
-    few = [descriptor(x, width) if width else None for x in (k, v)]
+    columns = few_columns(code["SHORT"], config.block_n)
+    few = [descriptor(x, columns) if columns else None for x in (k, v)]
     with torch.cuda.device(q.device):
         forward_kernel[(grid,)](
             descriptor(q, 64), descriptor(k, config.block_n), descriptor(v, config.block_n), *few, descriptor(o, 64),
@@ -146,7 +153,7 @@ def short_block(config: Config, *, causal: bool, lq: int, lk: int) -> int:
 def constants(d: int, config: Config, *, causal: bool, freeze: bool, lq: int, lk: int) -> dict[str, Any]:
     """The kernel's constants. What ragged lengths need, and more than one diagonal block a tile, is code of its own."""
     short = short_block(config, causal=causal, lq=lq, lk=lk)
-    if config.shared_bytes(d, short % config.block_n) > MOST_SHARED:
+    if config.shared_bytes(d, few_columns(short, config.block_n)) > MOST_SHARED:
         config = replace(config, o_in_q=True)
     return {
         "D": d,

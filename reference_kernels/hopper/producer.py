@@ -10,6 +10,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from .work import few_columns
+
 
 @gluon.jit
 def load_tiles(
@@ -25,7 +27,7 @@ def load_tiles(
     BLOCK_M: gl.constexpr = CONFIG.block_m
     BLOCK_N: gl.constexpr = CONFIG.block_n
     NC: gl.constexpr = CONFIG.consumers
-    FEW: gl.constexpr = SHORT if SHORT < BLOCK_N else 0
+    FEW: gl.constexpr = few_columns(SHORT, BLOCK_N)
     count = kv_count  # a literal argument cannot change in a loop
     row_pad, key_pad = work.pads(BLOCK_M, BLOCK_N, CAUSAL, SHORT)
     for t in range(work.begin, end):

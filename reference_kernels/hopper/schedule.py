@@ -23,6 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .work import few_columns
+
 L2_BYTES = 36 << 20
 """What keys and values of a group of heads may take of the L2 cache: an H100's 50 MB and some room. No power of two:
 a length just above one then still has groups as large as that one's."""
@@ -70,7 +72,7 @@ def cost(p: Problem, block: int, n: int) -> int:
     The ends of a tile count as a block of keys, a block of few columns as 0.3, and one consumer by itself as 0.6 of
     two: it has the tensor cores to itself, but no other's products to hide its softmax behind.
     """
-    tenths = 10 * (n + 1) - (7 if n > 1 and 0 < p.short < p.block_n else 0)
+    tenths = 10 * (n + 1) - (7 if n > 1 and few_columns(p.short, p.block_n) else 0)
     return tenths * (2 * consumers_with_rows(p, block) + 1)
 
 

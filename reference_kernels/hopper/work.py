@@ -19,6 +19,14 @@ from triton.experimental.gluon import language as gl
 from .gluon_compat import aggregate
 
 
+@gluon.constexpr_function
+def few_columns(SHORT, BLOCK_N):
+    """How many columns of block 0 are multiplied as a few keys beside the first block visited: SHORT, if that is less
+    than a block. Otherwise 0, and block 0 is whole, or a block like the others of which a part is hidden.
+    """
+    return SHORT if SHORT < BLOCK_N else 0
+
+
 @aggregate
 class Work:
     """tiles: pointer to the codes; this CTA's are begin … end - 1."""

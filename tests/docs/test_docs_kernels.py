@@ -163,18 +163,16 @@ def tile_area(n: int, d: int, causal: bool) -> int:
     """Scores that the consumers of a forward on 16k tokens multiply."""
     schedule = pytest.importorskip("reference_kernels.hopper.schedule")
     launch = pytest.importorskip("reference_kernels.hopper.launch")
+    work = pytest.importorskip("reference_kernels.hopper.work")
     config = pytest.importorskip("reference_kernels.hopper.configs").lookup(d, causal=causal, lq=n, lk=n)
-    code = launch.constants(d, config, causal=causal, freeze=True, lq=n, lk=n)
-    problem = schedule.Problem(
-        16384 // (n - n % 2), 2048 // d, 1, n, n, d, config.block_m, config.block_n, causal,
-        code["SHORT"], code["ROWLESS"],
-    )  # fmt: skip
+    heads = 2048 // d
+    problem = launch.problem_of(16384 // (n - n % 2), heads, heads, n, n, d, config, causal=causal)
     area = 0
     for tile in (code & 0xFFFFF for tiles in schedule.assign(problem, 132) for code in tiles):
         blocks = schedule.key_blocks(problem, tile)
         columns = blocks * config.block_n
-        if problem.short % config.block_n:
-            columns = max(blocks - 1, 1) * config.block_n + problem.short
+        if few := work.few_columns(problem.short, config.block_n):
+            columns = max(blocks - 1, 1) * config.block_n + few
         area += 64 * schedule.consumers_with_rows(problem, tile) * columns
     return area
 

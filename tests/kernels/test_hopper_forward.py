@@ -11,8 +11,9 @@ pytest.importorskip("triton")
 from reference_kernels import compiling
 from reference_kernels.hopper import cases, supports
 from reference_kernels.hopper.configs import MOST_SHARED, TABLE, Config, lookup
-from reference_kernels.hopper.launch import constants
+from reference_kernels.hopper.launch import constants, problem_of
 from reference_kernels.hopper.schedule import Problem, assign, consumers_with_rows, cost, key_blocks
+from reference_kernels.hopper.work import few_columns
 
 CONFIGS = sorted({c for by_mask in TABLE.values() for rules in by_mask.values() for _, c in rules}, key=str)
 LENGTHS = (1, 63, 64, 65, 128, 129, 192, 300, 512, 513)
@@ -24,10 +25,7 @@ def _decoded(code: int) -> tuple[int, int, int, int]:
 
 
 def _problem(config: Config, batch: int, heads: int, group: int, lq: int, lk: int, causal: bool) -> Problem:
-    code = constants(64, config, causal=causal, freeze=False, lq=lq, lk=lk)
-    return Problem(
-        batch, heads, group, lq, lk, 64, config.block_m, config.block_n, causal, code["SHORT"], code["ROWLESS"]
-    )
+    return problem_of(batch, heads, heads // group, lq, lk, 64, config, causal=causal)
 
 
 def _problems(count: int) -> list[Problem]:
@@ -155,10 +153,11 @@ def test_what_is_ragged_decides_the_code():
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_tiles_fit_into_shared_memory(d: int, causal: bool) -> None:
     """At D 128 a few keys beside whole blocks take the place of O's buffers."""
+    assert compiling.ARCHITECTURES[90].shared_limit - 1024 == MOST_SHARED
     for n in (1024, 1025, 1041, 2049, 8193):
         config = lookup(d, causal=causal, lq=n, lk=n)
         code = constants(d, config, causal=causal, freeze=True, lq=n, lk=n)
-        few = code["SHORT"] % config.block_n
+        few = few_columns(code["SHORT"], config.block_n)
         assert code["CONFIG"].shared_bytes(d, few) <= MOST_SHARED
         assert code["CONFIG"] == (replace(config, o_in_q=True) if d == 128 and few else config)
 

@@ -20,8 +20,8 @@ from hopper_machine import Channel, UnderWay, reader, work
 import oracles
 from reference_kernels.hopper import consumer, producer, softmax
 from reference_kernels.hopper.configs import TABLE, Config
-from reference_kernels.hopper.launch import LOG2E, constants
-from reference_kernels.hopper.schedule import Problem, assign
+from reference_kernels.hopper.launch import LOG2E, constants, problem_of
+from reference_kernels.hopper.schedule import assign
 
 NARROW, WIDE = (TABLE[64][False][i][1] for i in (1, 0))
 CONFIGS = {64: (NARROW, WIDE), 128: (TABLE[128][True][0][1],), 256: (TABLE[256][True][0][1],)}
@@ -57,10 +57,7 @@ def _attend(
     if causal and lq > lk:
         o[:, :, : lq - lk], lse[:, :, : lq - lk] = 0, -math.inf
     code = constants(d, config, causal=causal, freeze=freeze, lq=lq, lk=lk)
-    problem = Problem(
-        batch, heads, heads // kv_heads, lq, lk, d, config.block_m, config.block_n, causal, code["SHORT"],
-        code["ROWLESS"],
-    )  # fmt: skip
+    problem = problem_of(batch, heads, kv_heads, lq, lk, d, config, causal=causal)
     did: collections.Counter[str] = collections.Counter()
 
     def counted(name: str, function: Any) -> Any:
@@ -133,7 +130,6 @@ def _attend(
 @pytest.fixture(autouse=True)
 def shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """What Gluon's tensors have and torch's have not."""
-    monkeypatch.setattr(Tensor, "slice", lambda tile, start, length: tile[start : start + length], raising=False)
     monkeypatch.setattr(Tensor, "type", types.SimpleNamespace(layout=None))
 
 
