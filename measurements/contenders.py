@@ -39,10 +39,10 @@ def tiled(name: str) -> list[str]:
 
 def forward_named(name: str) -> Kernel:
     """(q, k, v, causal=, scale=) -> o, lse."""
-    if name.partition("@")[0] in FORMS:
+    form, _, variant = name.partition("@")
+    if form in FORMS:
         from reference_kernels.hopper import forward
 
-        form, _, variant = name.partition("@")
         variants: dict[str, Kernel] = {"": forward, "o_in_q": _through_q}
         return partial(variants[variant], form=form)
     name, config = _split(name)

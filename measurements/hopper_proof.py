@@ -73,17 +73,17 @@ TOUCHED: dict[str, tuple[str, ...]] = {
 
 # One problem each for consan, D = 64 for the sake of ptxas, with more tiles than SMs and more blocks than slots.
 # Triton's own specialisation is not here: 3.6 cannot compile it with the checks.
-# D = 256 once, whose dK and dV have a kernel of their own. A name may end in "@" and what tells it from another: k460
-# and q200 make block 0 short, k400 leaves a few keys beside whole blocks, q190 without a mask a consumer without rows.
+# D = 256 once, whose dK and dV have a kernel of their own. Name to the kernel and its case: k460 and q200 make block 0
+# short, k400 leaves a few keys beside whole blocks, q190 without a mask a consumer without rows.
 INSTRUMENTED = {
-    "online": "bf16-b1-h70-kv35-q200-k460-d64-causal",
-    "online@o_in_q": "bf16-b1-h70-kv35-q200-k400-d64-causal",
-    "freeze": "bf16-b1-h70-kv35-q200-k400-d64-causal",
-    "freeze@rowless": "bf16-b1-h70-kv35-q190-k400-d64",
-    "stage3": "bf16-b1-h2-kv1-q256-k512-d64",
-    "onepass": "bf16-b1-h4-q384-k384-d64-causal",
-    "twopass": "bf16-b1-h4-q384-k384-d64-causal",
-    "twopass@wide": "bf16-b1-h2-q256-k256-d256",
+    "online": "online bf16-b1-h70-kv35-q200-k460-d64-causal",
+    "online@o_in_q": "online@o_in_q bf16-b1-h70-kv35-q200-k400-d64-causal",
+    "freeze": "freeze bf16-b1-h70-kv35-q200-k400-d64-causal",
+    "freeze@rowless": "freeze bf16-b1-h70-kv35-q190-k400-d64",
+    "stage3": "stage3 bf16-b1-h2-kv1-q256-k512-d64",
+    "onepass": "onepass bf16-b1-h4-q384-k384-d64-causal",
+    "twopass": "twopass bf16-b1-h4-q384-k384-d64-causal",
+    "twopass@wide": "twopass bf16-b1-h2-q256-k256-d256",
 }
 
 
@@ -235,9 +235,8 @@ def fault(name: str) -> Answer:
 
 def sanitized(tool: str, name: str) -> Answer:
     """The small problems of a kernel in one process under a tool; one for consan, which takes long to compile."""
-    cases = [INSTRUMENTED[name]] if tool == "consan" else TOUCHED[name]
-    kernel = name.removesuffix("@rowless").removesuffix("@wide")
-    return _under(tool, [f"touch {kernel} {case}" for case in cases])
+    touched = [INSTRUMENTED[name]] if tool == "consan" else [f"{name} {case}" for case in TOUCHED[name]]
+    return _under(tool, [f"touch {words}" for words in touched])
 
 
 def control(tool: str, name: str) -> Answer:
